@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Torch is imported where tests are: the process that waits for pytest-xdist's workers does without it, and they start
-# some seconds earlier.
+# The tests import torch, not this file: the process that waits for pytest-xdist's workers does not need it, and the
+# workers start some seconds earlier.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which tells what it could not load
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which logs what it could not load
         logging.getLogger(name).setLevel(logging.ERROR)
     draw_examples(100 if config.getoption("--full") else 20)
     if config.getoption("--device") == "cuda":
@@ -37,11 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         torch.set_num_threads(1)
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
-        os.nice(10)  # the first begins with the ranks, which wait for each other whenever one has no core
+        os.nice(10)  # the first worker starts with the ranks, which wait for each other if one has no core
 
 
 def draw_examples(number: int) -> None:
-    """Sets how many inputs hypothesis draws for a test, new ones in every run."""
+    """Sets how many inputs hypothesis draws for a test; every run draws new ones."""
     from hypothesis import HealthCheck, settings
 
     ignored = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -66,12 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skip([item for item in items if "gpu" in item.keywords], "needs --device cuda")
     if interpreted() and (why := broken_interpreter()):
         skip(items, why)
-    # One worker begins with all that start several ranks, so that no two wait for each other, see pool.py.
+    # One worker starts with all tests that use several ranks, so that no two of them wait for each other, see pool.py.
     items.sort(key=lambda item: "dist" not in item.keywords)
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported and collected is not searched for garbage again and again
+    gc.freeze()  # the garbage collector skips all objects that exist after import and collection
 
 
 def skip(items: list[pytest.Item], why: str) -> None:
@@ -80,7 +80,7 @@ def skip(items: list[pytest.Item], why: str) -> None:
 
 
 def asked_for(config: pytest.Config, item: pytest.Item) -> bool:
-    """Whether a case was given by its id, with which it is always run."""
+    """Whether the user named a case by its id; such a case always runs."""
     return any(argument.endswith(item.nodeid) for argument in config.args)
 
 
@@ -92,7 +92,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[py
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """With --repeat: calls a test several times, every time with what torch draws next."""
+    """With --repeat, calls a test several times. Each call continues torch's random state."""
     times = pyfuncitem.config.getoption("--repeat")
     if times == 1:
         return None
@@ -109,8 +109,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """What is small is slower on many threads."""
-    import torch  # not in the process that only hands tests out
+    """Small models are slower on many threads."""
+    import torch  # not imported in the process that only distributes tests
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -120,7 +120,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def pristine() -> Iterator[None]:
-    """Takes seqtile and Liger off the classes when the test is over."""
+    """Removes seqtile and Liger from the classes after the test."""
     import seqtile
     from support.tiny import modeling_restored
 
@@ -131,8 +131,8 @@ def pristine() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator:
-    """A `Pool` that stays from test to test, of as many ranks as its parameter says. A tuple of several says what else
-    the tests of a pool have in common, its `kind`."""
+    """A `Pool` that is reused between tests, with as many ranks as the parameter says. If the parameter is a tuple, its
+    other entries are the pool's `kind`: what its tests have in common."""
     from support.pool import Pool
 
     with Pool(*request.param) if isinstance(request.param, tuple) else Pool(request.param) as pool:
@@ -146,7 +146,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> None:
-    """Fresh inputs in every run; the seed is in the captured output of a failure, and --seed repeats it."""
+    """New inputs in every run. A failure's captured output shows the seed, and --seed repeats it."""
     import torch
 
     value = request.config.getoption("--seed")

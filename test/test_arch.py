@@ -1,4 +1,4 @@
-"""The table of architectures against Hugging Face's code: what each entry says of its architecture is so."""
+"""The table of architectures against Hugging Face's code: each entry describes its architecture correctly."""
 
 import inspect
 from pathlib import Path
@@ -17,21 +17,22 @@ every_architecture = pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 
 
 def model_of(arch: Arch, **changes: object) -> nn.Module:
-    """A tiny model without data; of a mixture the second layer has no experts, where its config knows of such."""
+    """A tiny model without data. In a mixture of experts, the second layer has no experts if the config supports
+    that."""
     with torch.device("meta"):
         return CLASSES[arch.model_type][1](config_of(arch.model_type, **changes))
 
 
 @every_architecture
 def test_defaults(arch: Arch) -> None:
-    """Its config class has them, and a config.json may leave them out; Qwen2's has no attention_bias: always true."""
+    """Its config class sets them, and a config.json may omit them. Qwen2's has no attention_bias: it is always true."""
     config = CLASSES[arch.model_type][0]()
     assert arch.defaults == {name: getattr(config, name, True) for name in arch.defaults}
 
 
 @every_architecture
 def test_projections(arch: Arch) -> None:
-    """Those that are one, and those that have a bias where the config asks for it."""
+    """The merged projections, and those that have a bias if the config requests it."""
     model = model_of(arch, attention_bias=True)
     layer = model.model.layers[-1]
     projections = {name: child for name, child in layer.self_attn.named_children() if name.endswith("_proj")}
@@ -44,7 +45,7 @@ def test_projections(arch: Arch) -> None:
 
 @every_architecture
 def test_norms(arch: Arch) -> None:
-    """How many there are in a layer, and of what width those of queries and keys are."""
+    """The number of norms in a layer, and the width of those of queries and keys."""
     layer = model_of(arch).model.layers[0]
     norms = [child for child in layer.children() if type(child).__name__.endswith("Norm")]
     assert len(norms) == (1 if arch.parallel else 2 * (arch.norm_before + arch.norm_after))
@@ -57,7 +58,7 @@ def test_norms(arch: Arch) -> None:
 
 @every_architecture
 def test_dtype_of_what_a_norm_multiplies_by(arch: Arch) -> None:
-    """A float32 weight makes the output float32 where a norm multiplies in the dtype of its input, and only there."""
+    """With a float32 weight, the output is float32 exactly if a norm multiplies in the dtype of its input."""
     norm = model_of(arch).model.norm
     output = norm.to_empty(device="cpu").float()(torch.ones(1, 2, norm.weight.numel(), dtype=torch.bfloat16))
     assert (output.dtype == torch.float32) == (arch.norm == "rms")
@@ -71,7 +72,7 @@ def test_scaled_embeddings(arch: Arch) -> None:
 
 
 def test_the_pages_status() -> None:
-    """What docs/models.md says that `status` prints of Llama-3.1-8B."""
+    """docs/models.md shows what `status` prints for Llama-3.1-8B."""
     widths = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     with torch.device("meta"):
         model = CLASSES["llama"][1](config_of("llama", **widths))

@@ -1,4 +1,4 @@
-"""The subpackages and the arrows between them, as docs/architecture.md has them: imports run one way."""
+"""The subpackages and their imports, as in docs/architecture.md: imports run in one direction."""
 
 import ast
 import sys
@@ -11,7 +11,7 @@ from seqtile.sp.layout import Layout
 
 SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
 
-SUBPACKAGES = {  # subpackage -> those that it may import
+SUBPACKAGES = {  # subpackage -> subpackages that it may import
     "arch": set(),
     "rules": set(),
     "protocols": set(),
@@ -31,7 +31,7 @@ SUBPACKAGES = {  # subpackage -> those that it may import
     "cli": {"recipes", "memory", "probe", "__init__"},
     "__init__": {"ops", "modules", "models", "offload", "sp", "memory", "fitting", "evaluation", "integrations"},
 }
-FOREIGN = {  # package -> the subpackages that may import it; a package that is not here may be imported nowhere
+FOREIGN = {  # package -> subpackages that may import it; no one may import an unlisted package
     "torch": set(SUBPACKAGES) - {"arch", "rules"},
     "triton": {"kernels"},
     "filelock": {"offload"},
@@ -54,7 +54,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def imports_of(file: Path) -> set[str]:
-    """The modules that a file imports, anywhere in it."""
+    """Returns the modules that a file imports anywhere."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def test_arrows() -> None:
 
 
 def test_a_plan_answers_without_torch() -> None:
-    """Of memory these two files need it, which the others import in no way."""
+    """In memory, only these two files need torch; the other files do not import them."""
     slow = {"measure.py", "simulate.py"}
     for file in (SOURCE / "memory").glob("*.py"):
         needs = {name.split(".")[0] for name in imports_of(file)} & {"torch", "transformers"}
@@ -100,7 +100,7 @@ def test_the_table_has_every_subpackage_and_no_circle() -> None:
 
 
 def test_tests_and_benchmarks_stand_by_themselves() -> None:
-    """What several tests need is in test/support; a benchmark takes nothing from there, and dev is for maintainers."""
+    """Shared code of tests is in test/support. Benchmarks do not import it, and tests do not import dev."""
     root = SOURCE.parents[1]
     of_tests = {path.stem for path in (root / "test").iterdir()}
     for folder, foreign in (("benchmark", of_tests), ("test", {"dev"})):
@@ -118,7 +118,7 @@ def test_kernels_know_no_autograd_and_ops_no_modules() -> None:
 
 
 def test_attention_over_ranks_crosses_subpackages_by_its_protocols() -> None:
-    """Models and ops name what they call of sp, which implements it; none hangs an attribute on another's function."""
+    """Models and ops use sp's attention only through protocols; no module sets an attribute on another's function."""
     assert isinstance(ulysses_attention, SequenceParallelFunction)
     layout = Layout(SimpleNamespace(rank=0, size=1, group=None), 8, (((0, 8),),), "sdpa")
     steps = UlyssesAttention(None, layout, None, {}, 2, 1)
@@ -141,14 +141,14 @@ CONTAINERS |= {"WeakSet"}
 
 
 def is_empty_container(value: ast.AST | None) -> bool:
-    """Whether a value is an empty dict, list or set, or made by calling a container: something to be filled later."""
+    """Whether a value is an empty dict, list or set, or a call that creates a container to be filled later."""
     if isinstance(value, ast.Dict | ast.List):
         return not (value.keys if isinstance(value, ast.Dict) else value.elts)
     return isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in CONTAINERS
 
 
 def test_laws_of_the_source() -> None:
-    """No environment variable, no bare except, no assignment into torch, no process-wide state but one registry."""
+    """No environment variable, no bare except, no assignment into torch, no process-wide state except one registry."""
     registries = []
     for file in FILES:
         tree = ast.parse(file.read_text())

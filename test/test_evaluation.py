@@ -1,4 +1,4 @@
-"""seqtile.evaluate: the losses that Hugging Face's way of computing perplexity has, of documents of any length."""
+"""seqtile.evaluate: equals Hugging Face's way of computing perplexity, for documents of any length."""
 
 import copy
 import math
@@ -24,7 +24,8 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def window_by_window(model: nn.Module, ids: torch.Tensor, context: int, stride: int) -> dict[int, list[float]]:
-    """Losses by the tokens before: of windows whose last tokens count, as in Hugging Face's guide to perplexity."""
+    """Losses by number of preceding tokens, over windows whose last tokens count, as in Hugging Face's perplexity
+    guide."""
     found, end = {}, 0
     model = copy.deepcopy(model).eval()
     for start in range(0, len(ids), stride):
@@ -110,7 +111,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
     [
         ({}, 100),
         (YARN, 120),
-        (YARN | {"factor": 2.0}, 100),  # of what it was trained on before: its positions say how far it is scaled
+        (YARN | {"factor": 2.0}, 100),  # a multiple of the original length: positions determine the scaling
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 200),
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, None),
     ],
@@ -161,7 +162,7 @@ def attention(module: nn.Module, q: torch.Tensor, *_: object, **__: object) -> t
 
 
 def test_memory_of_an_evaluation() -> None:
-    """Of 32K tokens: a chunk of logits, and two tensors as large as the hidden states."""
+    """For 32K tokens: a chunk of logits, and two tensors as large as the hidden states."""
     AttentionInterface.register("without_scores", attention)
     config, peaks = LlamaConfig(hidden_size=256, intermediate_size=8192, num_hidden_layers=2, vocab_size=64_000), []
     config._attn_implementation = "without_scores"

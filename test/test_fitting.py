@@ -1,4 +1,5 @@
-"""seqtile.fit: what it turns on, in which order, that memory.plan agrees, and what it refuses with nothing changed."""
+"""seqtile.fit: the features that it enables and their order, agreement with memory.plan, and refusals without
+changes."""
 
 import math
 
@@ -35,7 +36,7 @@ def on(found: object) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("seq_len", [5_000, 30_000, 40_000, 100_000, 135_000])
 def test_the_cheapest_that_fits(seq_len: int) -> None:
-    """The first of a fixed order, by memory.plan."""
+    """The first setup of a fixed order that fits, by memory.plan."""
     found = cheapest(seq_len, **ON_24)
     host = {"offload": ("activations",)}
     rungs = [{"tiles": ("loss", "mlp")}, {"tiles": memory.TILES}, {"tiles": memory.TILES} | host]
@@ -67,7 +68,7 @@ def test_too_long_tells_the_longest() -> None:
 
 
 def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:
-    """On a machine without a GPU, for one that is meant."""
+    """On a machine without a GPU, for another machine's GPU."""
     model, given = on_meta(LLAMA_8B), {"seq_len": 400_000, "gpu_memory_gib": 160, "host_memory_gib": 1900}
     found = seqtile.fit(model, **given, dry_run=True)
     assert capsys.readouterr().out == f"{found}\n" and found.offload
@@ -92,7 +93,7 @@ def test_layers_groups_and_offload_are_applied() -> None:
     at_most = {"seq_len": 900_000, "host_memory_gib": 8}
     wanted = {"dtype": "float32", "tiles": memory.TILES, "offload": "activations", "head_groups": "auto"}
     needed = memory.plan(model.config, **at_most, **wanted)
-    with pytest.warns(UserWarning, match="checkpoint"):  # on a CPU offload is that
+    with pytest.warns(UserWarning, match="checkpoint"):  # on a CPU, offload is checkpointing
         seqtile.fit(model, gpu_memory_gib=needed.gpu_bytes / 2**30, **at_most)
     status = seqtile.status(model)
     assert status.layer.tiled == 2 and status.layer.head_groups == 2 and is_checkpointed(model)
@@ -124,7 +125,7 @@ QWEN = Qwen3_5TextConfig(
 
 @pytest.mark.parametrize(("gib", "tiled"), [(2.5, 1), (1.6, 2), (1.4, 0)])
 def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and optimizer, 1 GiB for CUDA, and what is said to be simulated: a GiB, or half of one."""
+    """Weights and optimizer, 1 GiB for CUDA, and the bytes that the fake simulation reports: one GiB or half of one."""
 
     sizes = {("loss", "mlp"): 1.0, memory.TILES: 0.5}
 

@@ -1,4 +1,4 @@
-"""What is published: one version, the files around the source, and a wheel and an sdist that work elsewhere."""
+"""The published package: one version, the files around the source, and a wheel and an sdist that work elsewhere."""
 
 import json
 import os
@@ -46,7 +46,7 @@ print(seqtile.status(model).mlp.tiled, seqtile.__version__, seqtile.__file__)
 
 
 def read(name: str) -> Any:
-    """A file of YAML."""
+    """Returns the content of a YAML file."""
     return yaml.safe_load((ROOT / name).read_text())
 
 
@@ -72,7 +72,7 @@ def test_what_an_extra_or_a_hook_names_is_pinned() -> None:
 
 
 def test_citation() -> None:
-    """The fields that the format asks for, and the papers that README names."""
+    """The fields that the format requires, and the papers that README names."""
     found = read("CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= found.keys() and found["license"] == "Apache-2.0"
     assert found["authors"] == [{"name": "The seqtile authors"}]
@@ -85,12 +85,12 @@ class Built(NamedTuple):
     wheel: Path
     sdist: Path
     wheel_of_tree: Path
-    """The wheel is built from the sdist, this one from the source tree."""
+    """The wheel built from the source tree; the other one is built from the sdist."""
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """What `python -m build` makes, in environments of its own, to which it brings hatchling."""
+    """Builds with `python -m build` in its own environments, to which it installs hatchling."""
     build = (sys.executable, "-P", "-m", "build", ROOT, "--outdir")  # -P: not the directory build/
     both, tree = (tmp_path_factory.mktemp(name) for name in ("both", "tree"))
     ran(*build, both)
@@ -100,7 +100,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def ran(*command: object, cwd: Path | None = None) -> str:
-    """What a command prints, without anything of this environment's Python; a failure of its is this test's."""
+    """Returns the output of a command without this environment's Python settings. If the command fails, the test
+    fails."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if cwd else ()
     variables = {name: value for name, value in os.environ.items() if name not in hidden} | {"HF_HUB_OFFLINE": "1"}
     found = subprocess.run([str(part) for part in command], cwd=cwd, env=variables, capture_output=True, text=True)
@@ -139,7 +140,7 @@ def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
 
 @pytest.mark.full("minutes: an empty environment, to which pip brings torch")
 def test_wheel_installed_into_an_empty_environment(built: Built, tmp_path: Path) -> None:
-    """As a user has it: nothing of the source tree, no hub."""
+    """As users install it: without the source tree and without the Hub."""
     environment, away = tmp_path / "venv", tmp_path / "away"
     away.mkdir()
     ran(sys.executable, "-m", "venv", environment, cwd=away)

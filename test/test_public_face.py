@@ -1,5 +1,5 @@
-"""The names of the package, each imported when it is first used, are what editors and type checkers read of it in
-`__init__.pyi`; all work where Triton is not installed."""
+"""The names of the package are imported on first use. Editors and type checkers read the same names in `__init__.pyi`.
+All of them work without Triton."""
 
 import inspect
 import os
@@ -71,8 +71,8 @@ def test_nothing_is_loaded_before_and_triton_never_needed() -> None:
 
 
 def test_the_stub() -> None:
-    """Has all names that are written by hand, and of the functions by model type those of the types that can be
-    planned; all of these have the arguments of one, explained once, with the words of the package."""
+    """Contains all handwritten names and one function per plannable model type. All of these functions have the same
+    arguments, explained once, in the package's words."""
     named = {name for name in FACE if name.startswith("apply_seqtile_to_")}
     assert {f"apply_seqtile_to_{model_type}" for model_type in ARCHS} <= named <= set(ENTRIES)
     assert set(FACE["__all__"]) == BY_HAND | named
@@ -86,7 +86,7 @@ def test_the_stub() -> None:
 
 @pytest.mark.full("5 s of mypy")
 def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:
-    """And nothing else. Torch is not followed, which would take a minute."""
+    """It finds these errors and no others. It does not follow torch, which would take a minute."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = skip\n")
     command = [

@@ -1,4 +1,4 @@
-"""The oldest Python that is promised and a newer one compile all of the source, and plan without torch."""
+"""The oldest supported Python and a newer one compile all of the source, and plan without torch."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ print(memory.plan("meta-llama/Llama-3.1-8B", seq_len=100_000, gpus=8))
 
 
 def interpreter(version: str) -> str:
-    """A Python of that version that runs: on the path, or beside the one at hand."""
+    """Returns a working Python of that version: on the path, or next to the current one."""
     beside = Path(sys.base_prefix).parent.glob(f"{version}*/bin/python{version}")
     for python in (*filter(None, [shutil.which(f"python{version}")]), *map(str, sorted(beside))):
         if subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:

@@ -1,4 +1,4 @@
-"""Mutants of beginnings of rows that are computed once."""
+"""Mutants of prefixes that rows share and that are computed once."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ Shared = partial(Mutant, tests=("sp/test_prefixes.py",))
 
 MUTANTS = (
     Shared(
-        "prefixes: short beginnings are shared",
+        "prefixes: short prefixes are shared",
         "_Growing.grow",
         "self.common[head][row] >= depth + self.min_tokens",
         "self.common[head][row] > depth",

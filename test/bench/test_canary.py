@@ -1,5 +1,5 @@
-"""The canary finds a kernel that is wrong in some row, that leaves one out, or that raises; times of kernels are those
-of every part, beside what is predicted."""
+"""The canary finds a kernel that computes a wrong row, omits a row, or raises. Its kernel times cover every part, next
+to predicted times."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_all_is_right(name: str, tile: Tile) -> None:
 
 
 def left_out(x: torch.Tensor, *others: object) -> torch.Tensor:
-    """Written but for one row that is not among those looked at."""
+    """Writes every row except one that the canary does not inspect."""
     y = canary.gated_activation_.unchanged(x, *others)
     y[1] = torch.nan
     return y
@@ -50,7 +50,7 @@ def test_what_is_wrong(
 
 
 def test_times(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part has a time, by turns; and a prediction, by its products and its bytes."""
+    """Each part has a measured time, taken in turns, and a predicted time from its products and bytes."""
     turns: list[str] = []
     parts = {name: kernel_times.Part(lambda name=name: turns.append(name)) for name in "abc"}
     found = kernel_times.measured(parts)

@@ -1,4 +1,4 @@
-"""Contests are fair: right first, by turns, every contestant named whatever became of it."""
+"""Contests are fair: results must be right first, contestants take turns, and every contestant is listed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 
 
 
 def contest(*, without: tuple[str, ...] = (), turns: list[str] | None = None, **others: Callable) -> Contest:
-    """Of three that are right and some others; ten FLOP a token."""
+    """A contest with three right contestants and some others; ten FLOP per token."""
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | others
     of_work = partial(operands, [] if turns is None else turns)
     return Contest(Subject("products", of_work, contestants, lambda _, tokens: 10.0 * tokens), CASE, "small", without)
@@ -71,8 +71,8 @@ def statuses(found: dict[str, Entry]) -> dict[str, str]:
 
 
 def test_every_contestant_is_named() -> None:
-    """Those that lose have no figure, and the others go on, by turns. The next case takes in proportion to its FLOP: a
-    warm-up and three rounds, beyond 128K tokens one."""
+    """Losers have no figure, and the others continue, in turns. The next case gets time in proportion to its FLOP: a
+    warm-up and three rounds, above 128K tokens one round."""
     last = lambda y: y.where(torch.arange(len(y))[:, None] < len(y) - 1, torch.nan)  # noqa: E731
     turns: list[str] = []
     held = contest(
@@ -106,7 +106,7 @@ def test_every_contestant_is_named() -> None:
 
 
 def test_a_wrong_row_at_full_size() -> None:
-    """What is right on the small input and wrong beyond it is wrong."""
+    """A contestant that is right on the small input and wrong on the full one is wrong."""
     late = lambda y: y if len(y) != CASE.tokens else torch.cat([y[:-1], 2 * y[-1:]])  # noqa: E731
     rows = lambda work, y: [y[-1:]]  # noqa: E731
     right_rows = lambda work: [(work.x @ work.weight).detach()[-1:]]  # noqa: E731
@@ -117,7 +117,8 @@ def test_a_wrong_row_at_full_size() -> None:
 
 
 def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names who took it with it; nothing is measured after that. What is left out from the start has failed."""
+    """Names the contestant that lost the device. Nothing is measured afterwards, and cases that did not start have
+    failed."""
     monkeypatch.setattr("benchmark.contest.is_lost", lambda: True)
     d = contestant("d", raising(KeyError("lost"), at_size=True))
     for without, killer, status in (((), "d", "lost"), (("d",), None, "measured")):

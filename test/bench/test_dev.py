@@ -1,4 +1,4 @@
-"""The programs of dev still run on the package as it is: each is started with something small."""
+"""The programs in dev run on the current package: each test starts one with a small input."""
 
 import json
 import os
@@ -51,7 +51,7 @@ print(json.dumps({"wrong": wrong, "broken": list(rules.broken), "waits": dict(ru
 
 
 def ran(*command: str | Path, **variables: str) -> str:
-    """What a command prints from the root of the repository."""
+    """Returns the output of a command that runs in the root of the repository."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | variables
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
@@ -70,8 +70,8 @@ def test_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.full("10 s of a process that imports everything")
 def test_models_first_steps_and_check_cuda(tmp_path: Path) -> None:
-    """A type is proven as it stands in the repository; nothing is wrong with a layer's first step, nor on a CPU
-    with a loss and an MLP, and what is wrong is seen."""
+    """dev/models.py proves a type as it is in the repository. The first steps report no error for a layer, and on a CPU
+    none for a loss and an MLP; they report a planted error."""
     (tmp_path / "page.md").write_text("before\n<!-- types -->\nold\n<!-- end of types -->\nafter\n")
     path = os.pathsep.join(["src", "test", os.environ.get("PYTHONPATH", "")])
     *_, found = ran(sys.executable, "-c", PARTS, tmp_path, PYTHONPATH=path).splitlines()
@@ -93,7 +93,7 @@ def test_models_first_steps_and_check_cuda(tmp_path: Path) -> None:
 
 
 def test_wheels(tmp_path: Path) -> None:
-    """Those that are pinned are the tested ones."""
+    """The pinned wheels are the tested ones."""
     (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python3").chmod(0o755)
     script = ROOT / "dev" / "wheels.sh"
@@ -205,7 +205,7 @@ class ModelTesterMixin:
 """
 UTILS = {"liger_kernel-0/test/utils.py": "supports_bfloat16 = None", "liger_kernel-0/test/__init__.py": ""}
 LAYERED = sum(arch.layer for arch in ARCHS.values())
-SUITES = {  # of dev/peers_tests.py: made-up files in its folder, and how many tests end how
+SUITES = {  # for dev/peers_tests.py: made-up test files, and how many tests end in which way
     "Liger: SwiGLU": (
         UTILS | {"liger_kernel-0/test/transformers/test_swiglu.py": OF_LIGER},
         {"passed": 5, "failed": 1, "not run": 1},
@@ -234,7 +234,7 @@ def test_functions_that_stand_in() -> None:
 @pytest.mark.full("10 s each of a process that imports another package")
 @pytest.mark.parametrize("suite", SUITES)
 def test_peers(suite: str, tmp_path: Path) -> None:
-    """Made-up tests run on what stands in, also where the real ones' packages are not installed."""
+    """Made-up tests run with stand-ins, even if the real packages are not installed."""
     files, counts = SUITES[suite]
     for name, text in files.items():
         (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""dev/gpu_day.sh uses the time of its call, notes what a step dies of and goes on, and leaves what it has when it is
-killed itself."""
+"""dev/gpu_day.sh uses the time of its call. It records why a step failed and continues, and keeps its results when it
+is killed."""
 
 import os
 import re
@@ -37,7 +37,7 @@ ENDS = {
 
 
 def begun(tmp_path: Path, call: str, *minutes: str, python: str = sys.executable) -> tuple[subprocess.Popen, Path]:
-    """A call, of a number or of steps, which are written to a file."""
+    """Starts a call with a number or with steps, which are written to a file."""
     if "\n" in call:
         (tmp_path / "steps.sh").write_text(call)
         call = str(tmp_path / "steps.sh")
@@ -90,7 +90,7 @@ def test_a_call_that_is_killed(tmp_path: Path) -> None:
 def test_a_call_uses_its_time(
     call: str, minutes: tuple[str, ...], option: str, seconds: float, size: str, tmp_path: Path
 ) -> None:
-    """Where every step ends at once: the last one, by the options it is given, has what is left but for its end."""
+    """If every step ends at once, the options give the last step the remaining time, except the time to finish."""
     process, out = begun(tmp_path, call, *minutes, python="true")
     assert (process.communicate(timeout=600), process.returncode) == (((out / "summary.txt").read_text(), ""), 0)
     started = re.findall("^=== .*", (out / "log.txt").read_text(), re.M)

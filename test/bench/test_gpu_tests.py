@@ -1,4 +1,4 @@
-"""What `make test-gpu` runs, as far as it can be seen without a GPU."""
+"""Checks `make test-gpu` as far as possible without a GPU."""
 
 import os
 import re
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def collected() -> tuple[list[str], list[str]]:
-    """Ids of what runs in processes side by side, and of what runs by itself."""
+    """Returns the ids of the tests that run in parallel processes, and of those that run alone."""
     command = [sys.executable, "-m", "dev.gpu_tests", "--seconds=900", "--workers=0", "--collect-only", "-qq"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
@@ -30,8 +30,8 @@ def collected() -> tuple[list[str], list[str]]:
 
 @pytest.mark.full("30 s of two processes that import everything")
 def test_what_a_gpu_runs() -> None:
-    """Of all tests those that a GPU can break, every kernel's whole: meant for four minutes of eight processes. Sizes
-    beyond int32, and what measures the host, run alone."""
+    """Runs the tests that a GPU can break, and all kernel tests: at most four minutes in eight processes. Sizes beyond
+    int32 and measurements of the host run alone."""
     side_by_side, alone = collected()
     files = Counter(name.partition("::")[0].removeprefix("test/") for name in side_by_side)
     assert 900 < len(side_by_side) < 1400 and 11 <= len(alone) < 60
@@ -45,7 +45,7 @@ def test_what_a_gpu_runs() -> None:
 
 
 def failures() -> tuple[Failures, list[str]]:
-    """What pytest would be told of by a terminal; what is written there."""
+    """Returns what pytest would report to a terminal, and the written lines."""
     lines: list[str] = []
     terminal = SimpleNamespace(write_line=lines.append)
     plugins = SimpleNamespace(getplugin=lambda name: terminal if name == "terminalreporter" else None)
@@ -69,7 +69,8 @@ def test_a_failure_is_shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_gpu_that_is_lost_ends_its_process(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the test that lost it, of several processes; the next test does not ask again."""
+    """The process ends after the test that lost the GPU; with several processes, the next test does not query it
+    again."""
     asked, ended = [], []
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     monkeypatch.setattr(on_gpu, "is_lost", lambda: bool(asked.append(1)) or lost)

@@ -1,4 +1,4 @@
-"""The ladder finds the longest length that fits, and says so where it could not."""
+"""The ladder finds the longest length that fits, and reports where it could not."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ LIMIT = 139 * 2**30
 SHAPE = SHAPES["llama3_8b"]
 
 
-CLOCK = SimpleNamespace(now=0.0, time=lambda: CLOCK.now)  # in place of the module `time`
+CLOCK = SimpleNamespace(now=0.0, time=lambda: CLOCK.now)  # replaces the module `time`
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Simulated(Runner):
-    """Memory that grows by so many bytes a token; so many FLOP/s, a third more of them than the model's."""
+    """Simulates memory that grows by a number of bytes per token, and a speed a third above that of the model."""
 
     def __init__(self, states: int, a_token: float, deadline: float = 1e18, rate: float = 4e14, limit: int = LIMIT):
         self.states, self.a_token, self.limit, self.shape, self.rate = states, a_token, limit, SHAPE, rate
@@ -63,7 +63,7 @@ def test_the_longest_is_found(states: int, a_token: int) -> None:
 
 
 def test_time_that_is_up() -> None:
-    """Of what would take longer, as much is done as there is time for; nothing shorter than before."""
+    """If time runs out, the ladder does as much as time allows, and nothing shorter than before."""
     steps, end = climb(Simulated(0, 20_000, CLOCK.now + 100), SIZES["full"], lambda step: None)
     assert 32 * K < steps[-1].tokens < 2**20 and end == {"ended_by": "time", "failed_at": None}
     steps, end = climb(Simulated(0, 20_000, CLOCK.now), SIZES["full"], lambda step: None)
@@ -75,7 +75,7 @@ ENDS += tuple(f"{name}_weights" for name in ENDS)
 
 
 def planned(name: str, gibibytes: float) -> int:
-    """Of Liger, which is not planned, what seqtile's loss or both its parts have stands there."""
+    """Returns the longest planned length. Liger has none, so a plan with the same tiled parts replaces it."""
     left = {"liger": {"tiles": ("loss",), "liger": True}}
     left["liger_deepspeed_mlp"] = {"tiles": ("loss", "mlp"), "liger": True}
     setup = {"zero_stage": 0, "optimizer": "sgd", **(METHODS[name].setup or left[name])}
@@ -92,7 +92,7 @@ HAVE_TIME = {
 
 @pytest.mark.parametrize("run", HAVE_TIME)
 def test_methods_have_time_for_their_longest_length(run: str) -> None:
-    """At 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is reached."""
+    """At 400 TFLOP/s, with 15 s of setup per process, every method reaches the length that is planned to fit."""
     size, gibibytes, minutes, subjects, all_methods = HAVE_TIME[run]
     seconds = 60 * minutes - STARTING_A_SUBJECT * len(subjects)
     end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS[name] for name in subjects)
@@ -109,7 +109,7 @@ def test_methods_have_time_for_their_longest_length(run: str) -> None:
 
 
 def test_layers_of_a_long_step() -> None:
-    """Where inputs are offloaded: two, if that leaves time for two more; else one. Where they are not: two."""
+    """With offloaded inputs two layers, if that leaves time for two more, else one. Without offloading two."""
     offloaded = SIZES["full"].of(METHODS["seqtile_head_groups_offload_weights"])
     runner = Simulated(2**32, 50_000, CLOCK.now + 10_000)
     steps, _ = climb(runner, offloaded, lambda step: None)
@@ -122,7 +122,7 @@ def test_layers_of_a_long_step() -> None:
 
 
 def test_time_of_a_long_step() -> None:
-    """Attention, whose share grows, may be slower than products with weights; short steps tell both rates."""
+    """Attention, whose share grows, may be slower than products with weights. Short steps determine both rates."""
 
     def took(tokens: int, layers: int) -> Step:
         weights, attention = parts_of_flops(SHAPE, layers, tokens)
@@ -131,7 +131,7 @@ def test_time_of_a_long_step() -> None:
     steps = [took(32 * K, 2), took(128 * K, 2)]
     right = took(2048 * K, 1).seconds
     assert expected_seconds(SHAPE, steps, 2048 * K, 1) == pytest.approx(right)
-    assert expected_seconds(SHAPE, steps[1:], 2048 * K, 1) < 0.8 * right  # of one alone
+    assert expected_seconds(SHAPE, steps[1:], 2048 * K, 1) < 0.8 * right  # from one step alone
     steps[1].seconds = steps[0].seconds  # the rate of weights would be negative
     assert expected_seconds(SHAPE, steps, 256 * K, 2) == pytest.approx(
         steps[0].seconds * model_flops(SHAPE, 2, 256 * K) / model_flops(SHAPE, 2, 128 * K)
@@ -139,8 +139,9 @@ def test_time_of_a_long_step() -> None:
 
 
 def test_flops_of_a_model() -> None:
-    """Llama-3.1-8B: 7.5 billion weights in products, 6 FLOP for each and token; and attention's 3 passes of 2 products
-    of 2 FLOP for 32 layers, 4,096 elements and half of the tokens. So many tokens a second has the whole model."""
+    """Llama-3.1-8B: 7.5 billion weights in products, 6 FLOP per weight and token; and attention's 3 passes of 2
+    products of 2 FLOP for 32 layers, 4,096 elements and half of the tokens. The whole model reaches this many tokens
+    per second."""
     a_token = model_flops(SHAPE, 32, 32 * K) / (32 * K)
     assert abs(a_token - (6 * 7.504e9 + 12 * 32 * 4096 * 16 * K)) < 1e-3 * a_token
     step = Simulated(0, 1).figures(32 * K, 2, 0, model_flops(SHAPE, 2, 32 * K) / 4e14)
@@ -155,7 +156,7 @@ def test_what_runs_is_right(name: str) -> None:
 
 
 def test_a_step_that_is_wrong() -> None:
-    """A gradient that is missing, all zero or not finite is, whichever it is; and so is a loss."""
+    """A step is wrong if its loss or any gradient is missing, all zero or not finite."""
     loss = torch.tensor(2.0)
 
     def model(**changed: float | None) -> torch.nn.Module:
@@ -176,7 +177,7 @@ def test_a_step_that_is_wrong() -> None:
 
 
 def test_what_is_in_host_memory() -> None:
-    """Of Llama-8B at a million tokens: 8 KB a token and layer; two bytes, twice, of each of 7 billion weights."""
+    """Llama-8B at a million tokens: 8 KB per token and layer; two bytes, twice, for each of 7 billion weights."""
     tokens, itemsize = 10**6, DTYPE.itemsize / 2
     inputs, states = (itemsize * size for size in (31 * 8192 * tokens, 4 * 32 * 218_112_000))
     found = [METHODS[name] for name in ("seqtile_loss_mlp", *ENDS[1::2])]
@@ -185,6 +186,6 @@ def test_what_is_in_host_memory() -> None:
 
 
 def test_what_is_predicted() -> None:
-    """Of head groups more than of a tiled layer, of weights in host memory more than of weights on the GPU."""
+    """More time is predicted for head groups than for a tiled layer, and for weights in host memory than on the GPU."""
     layer, groups, layer_weights, groups_weights = (predicted(METHODS[name], SHAPE, 80 * 10**9) for name in ENDS)
     assert layer < groups < groups_weights and layer < layer_weights < groups_weights

@@ -22,7 +22,8 @@ ROWS = {
 
 
 def test_prices() -> None:
-    """By hand: a product counts its FLOP, a float32 sum half its traffic, a view nothing, all else its bytes."""
+    """Prices computed by hand: a product costs its FLOP, a float32 sum half its traffic, a view nothing, all else its
+    bytes."""
     with without_data(), Ledger() as ledger:
         a, b = torch.empty(100, 30, dtype=torch.bfloat16), torch.empty(30, 20, dtype=torch.bfloat16)
         (a @ b).view(2000).t()
@@ -42,7 +43,7 @@ def test_prices() -> None:
 
 @pytest.mark.full("5 s of a page of predictions")
 def test_predictions_and_their_table() -> None:
-    """The overhead over the products alone stays small, and docs/benchmarks.md shows what is predicted."""
+    """The overhead over the products alone stays small, and docs/benchmarks.md shows the predictions."""
     found = {name: predicted(*given) for name, *given in steps("first") if name in ROWS.values()}
     ratio = {key: found[name].seconds() / found[name].floor() for key, name in ROWS.items()}
     assert ratio["loss", "4,096"] <= 1.08
@@ -58,8 +59,8 @@ def test_predictions_and_their_table() -> None:
 
 
 def test_a_step_of_completions() -> None:
-    """The products of a layer are proportional to the tokens that differ; those of the head are of completions alone.
-    Of attention each query has the keys of its own sequence."""
+    """A layer's products are proportional to the number of distinct tokens, the head's to the completions. In attention
+    each query reads the keys of its own sequence."""
     batch = Batch(4, 700, 600, 1)
     apart, once = (step_of_completions(shares, batch, SHAPES["tiny"]) for shares in (False, True))
     layers = [

@@ -13,7 +13,7 @@ def test_every_run_is_the_same_training(run: str) -> None:
 
 
 def test_channels_are_permuted() -> None:
-    """Other weights, the same function."""
+    """Permuted channels change the weights but not the function."""
     plain, permuted = (loss_curves.model_of(name).double() for name in ("untiled", "permuted"))
     assert all(not a.equal(b) for a, b in zip(plain.parameters(), permuted.parameters(), strict=True) if a.dim() == 2)
     ids = loss_curves.text(100)[None]
@@ -22,7 +22,7 @@ def test_channels_are_permuted() -> None:
 
 @pytest.mark.parametrize("dtype", loss_curves.DTYPES)
 def test_tiled_is_about_as_near_as_another_order_of_summation(dtype: str) -> None:
-    """In the run that is committed, of 1.08 million tokens."""
+    """In the committed run of 1.08 million tokens."""
     curves = json.loads(loss_curves.FILE.read_text())["curves"][dtype]
     assert all(len(losses) == loss_curves.STEPS and losses[-1] < losses[0] / 2 for losses in curves.values())
     tiled, permuted = (loss_curves.apart(curves, run) for run in ("tiled", "permuted"))

@@ -1,4 +1,4 @@
-"""What stands for missing layers: the peak of one layer or two with it is that of six."""
+"""The stand-in for missing layers: one or two layers with it have the same peak as six layers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ KEPT, INPUTS, ALL = (), ("activations",), ("activations", "weights")
 
 
 def gradients_leave(model: nn.Module) -> None:
-    """As if they were copied to host memory: a layer's are gone when the layer below has its own."""
+    """Simulates a copy to host memory: a layer's gradients are freed when the layer below has its own."""
     layers = model.model.layers
 
     def leave(above: nn.Module) -> Callable[[torch.Tensor], None]:
@@ -35,15 +35,15 @@ def gradients_leave(model: nn.Module) -> None:
 
 @cache
 def peak(layers: int, tokens: int, offload: tuple[str, ...]) -> int:
-    """Of a second step: what is registered in the first is. Of all layers with weights in host memory, those of two
-    are counted."""
+    """Returns the peak of a second step; the first one registers memory. If all layers' weights are in host memory,
+    only two layers count."""
     torch.manual_seed(0)
     model = build(SHAPE, torch.float32, layers)
     enable_checkpointing(model)
     apply_seqtile(model, chunk_tokens=64)
     if offload:
         offloaded(model)
-        model._seqtile_offload.small = 0  # everything, however small
+        model._seqtile_offload.small = 0  # everything, whatever its size
     ids = torch.randint(SHAPE.vocab, (1, tokens))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if "weights" in offload and layers > 2:
@@ -67,12 +67,12 @@ def peak(layers: int, tokens: int, offload: tuple[str, ...]) -> int:
 )
 @pytest.mark.parametrize("tokens", [8, 700, 1400])
 def test_the_peak_is_that_of_all_layers(tokens: int, layers: int, offload: tuple[str, ...]) -> None:
-    """Where gradients are most, and where inputs are."""
+    """Where gradients use most memory, and where inputs do."""
     whole = peak(SHAPE.layers, tokens, offload)
     assert abs(peak(layers, tokens, offload) / whole - 1) < 0.002
 
 
 def test_what_it_cannot_stand_for() -> None:
-    """Inputs that are kept, of a single layer: those are gone when its gradients come."""
+    """Kept inputs of a single layer cannot be represented: they are freed before its gradients are allocated."""
     with pytest.raises(AssertionError):
         Missing(build(SHAPE, torch.float32, 1), SHAPE, 8, offload=KEPT)

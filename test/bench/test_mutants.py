@@ -1,4 +1,4 @@
-"""The list of wrong changes fits the source, and a place is found again when code moves."""
+"""The list of mutants matches the source, and a mutant's place is found again after code moves."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ MOVED = "class Loss:\n    def step(self, x):\n        if x:\n            total =
 @pytest.fixture(scope="module")
 def mutant() -> ModuleType:
     spec = spec_from_file_location("mutant", ROOT / "dev" / "mutants_list" / "mutant.py")
-    module = sys.modules["mutant"] = module_from_spec(spec)  # where a dataclass looks its annotations up
+    module = sys.modules["mutant"] = module_from_spec(spec)  # dataclass resolves annotations there
     spec.loader.exec_module(module)
     return module
 

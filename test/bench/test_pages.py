@@ -1,4 +1,4 @@
-"""What the pages show of plans and of results is what `make table` writes."""
+"""The pages show plans and results exactly as `make table` writes them."""
 
 import shutil
 from pathlib import Path
@@ -17,6 +17,6 @@ def test_make_table_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_picture_tells_readmes_story() -> None:
-    """Of its lines each ends further to the right than the one before."""
+    """Each line of the picture ends further right than the previous one."""
     found = list(prediction.longest().values())
     assert found == sorted(found)

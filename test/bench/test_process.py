@@ -1,5 +1,5 @@
-"""A command that has no more time is interrupted, then killed with all that it has started; so is what a run that is
-ended has started."""
+"""A command that runs out of time is interrupted, then killed with all processes that it started. If the run itself is
+ended, its processes are killed too."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ WORKS = "trap '{trap}' INT; sleep 30 & echo $! >{file}; wait"
 
 @pytest.fixture(autouse=True)
 def ctrl_c_is_not_ignored() -> Iterator[None]:
-    """As it is where tests are started in the background, and then also in what they start."""
+    """Ctrl-C is ignored in background jobs and their children; the tests need it active."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -34,7 +34,7 @@ def once_written(file: Path) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Now, or as soon as the system has cleaned up."""
+    """Whether the process is gone, now or after the system has cleaned up."""
     state, until = Path(f"/proc/{pid}/stat"), time.time() + 600
     while time.time() < until:
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -49,13 +49,13 @@ def test_time_enough() -> None:
 
 @pytest.mark.parametrize(("trap", "patience", "code"), [("exit 5", 600, 5), ("", 0.1, KILLED)])
 def test_time_that_is_up(tmp_path: Path, trap: str, patience: float, code: int) -> None:
-    """What listens to Ctrl-C ends by itself."""
+    """A process that handles Ctrl-C ends by itself."""
     assert ended(bash(WORKS.format(trap=trap, file=tmp_path / "pid")), 1, patience) == code
     assert is_gone(once_written(tmp_path / "pid"))
 
 
 def test_ended_itself(tmp_path: Path) -> None:
-    """By SIGTERM, sent twice, where Ctrl-C is ignored."""
+    """SIGTERM, sent twice, ends a run that ignores Ctrl-C."""
     works = bash(WORKS.format(trap="", file=tmp_path / "pid"))
     outer = f"from benchmark.process import *; end_by_signals(); ended({works!r}, 600)"
     ignored = ["bash", "-c", 'trap "" INT; exec "$@"', "-", sys.executable, "-c", outer]

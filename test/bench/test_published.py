@@ -1,4 +1,5 @@
-"""Plans beside peaks that others measured: each within a fifth or with its cause; the margin is the worst."""
+"""Plans against peaks that others have published: each is within a fifth, or the cause is given; the worst is the
+margin."""
 
 import math
 import re
@@ -34,7 +35,7 @@ def test_the_margin_is_the_worst_miss() -> None:
 
 
 def test_the_commands_give_the_tables_figures() -> None:
-    """Those of the page, in the order of its rows."""
+    """The page's commands, in the order of its rows, give the table's figures."""
     page = (ROOT / "docs" / "predictions.md").read_text()
     block = page.split("<!-- measured peaks -->")[1].split("<!-- end of measured peaks -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")][2:]

@@ -1,4 +1,4 @@
-"""Results, their ratios, what the pages show of them, and pictures."""
+"""Results, their ratios, the tables on the pages, and pictures."""
 
 import json
 import sys
@@ -93,7 +93,7 @@ def test_what_pages_would_show(results: Results) -> None:
 
 
 def test_a_layer_over_liger(results: Results) -> None:
-    """By length; nothing where Liger has no figure."""
+    """Ratios by length; none where Liger has no figure."""
     results.subjects["decoder_layer"] = results.subjects.pop("gated_mlp")
     results.subjects["decoder_layer"].rows[5] = entry("liger", 64 * K, "out of memory", why="")
     lines = lines_of(results)
@@ -102,7 +102,8 @@ def test_a_layer_over_liger(results: Results) -> None:
 
 
 def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
-    """A process that measured nothing, not even its ceilings; a wrong contestant's error; no ulysses on one GPU."""
+    """Shows a process that measured nothing, not even its ceilings; a wrong contestant's error; no ulysses on one
+    GPU."""
     died = {"subject": "masked_prompt", "contestant": "(all)", "status": "failed", "why": "pytest ended with -11"}
     results.subjects = {"masked_prompt": Subject(None, 1.0, None, None, [died])} | results.subjects
     results.subjects["model_step"].rows.insert(0, died | {"subject": "model_step"})
@@ -121,7 +122,7 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
 
 
 def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    """Of a run that ended, of a subject and of a method that did not."""
+    """Short lines for a finished run, and for a subject and a method that did not finish."""
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
@@ -143,7 +144,7 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:
-    """Are drawn of what was measured, and in greys."""
+    """Pictures show the measured values, in greys."""
     found = pictures.draw(results, tmp_path / "found.json")
     assert [path.name for path in found] == ["found-gated_mlp.png", "found-ladder.png"]
     for path in found:

@@ -1,4 +1,4 @@
-"""A run keeps what was measured, whatever a process dies of, and goes on where it was."""
+"""A run keeps its measurements, however a process dies, and continues where it stopped."""
 
 import json
 import os
@@ -25,10 +25,10 @@ def line(contestant: str, status: str = "measured") -> dict[str, Any]:
 
 
 class Processes:
-    """What pytest would do: writes these rows and ends with this status, one pair a call; an exception is raised."""
+    """Replaces pytest: each call writes the next rows and returns the next status; an exception is raised."""
 
     def __init__(self, *ends: tuple[list[dict[str, Any]] | None, int | type[BaseException]]):
-        self.ends, self.calls, self.machines = list(ends), [], []  # machines: that were known already
+        self.ends, self.calls, self.machines = list(ends), [], []  # machines that were known before
 
     def __call__(
         self, subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]
@@ -51,7 +51,7 @@ def contestants(subject: run.Subject) -> dict[str, str]:
 
 @pytest.mark.parametrize("left", [("c", "seqtile"), ()])
 def test_a_lost_device(left: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process goes on without the contestant, and without what was measured, if others are left."""
+    """Another process continues without the failed contestant and the finished measurements, if others are left."""
     others = ([line(name) for name in left], 0 if left else pytest.ExitCode.NO_TESTS_COLLECTED)
     processes = Processes(([line("a"), line("b", "failed")], LOST), others)
     found = measured(processes, tmp_path, monkeypatch)
@@ -76,7 +76,7 @@ def measured(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """A run of two subjects at tiny size, into a directory of its own."""
+    """Runs two subjects at tiny size, into a new directory."""
     monkeypatch.setattr(run.pictures, "draw", lambda results, file: [])
     monkeypatch.setattr(run.process, "end_by_signals", lambda: None)
     options: dict[str, Any] = {"size": "smoke", "subjects": "gated_mlp, offload", "directory": tmp_path}
@@ -84,8 +84,8 @@ def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
 
 
 def test_a_run_goes_on(main: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The subject that failed is run again, the other not; from another commit both are. What each run measures on, its
-    first process finds out."""
+    """The failed subject runs again, the other does not; from another commit both run again. Each run's first process
+    determines its machine."""
     processes = Processes(([line("a")], 0), ([line("b")], 1))
     monkeypatch.setattr(run, "ran", processes)
     with pytest.raises(SystemExit, match="failed: offload"):
@@ -109,7 +109,8 @@ def test_a_run_goes_on(main: Callable[..., None], monkeypatch: pytest.MonkeyPatc
 def test_a_run_that_is_killed(
     main: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commit: str, counts: bool
 ) -> None:
-    """Leaves its rows; those from the same commit count, but for what there was no time for and half a line."""
+    """A killed run leaves its rows. Those of the same commit count, except cases without time and a half-written
+    line."""
     first = "abc+" if commit == "abc+" else "abc"
     processes = Processes(([line("a"), line("b"), line("c", "no time left")], KeyboardInterrupt))
     monkeypatch.setattr(run, "ran", processes)
@@ -138,7 +139,7 @@ def test_what_is_refused(options: dict[str, str], tmp_path: Path) -> None:
 
 
 def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a benchmark file writes: what it was measured on, and rows."""
+    """Returns what a benchmark file writes: its machine and its rows."""
     file = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(run.file_of("gated_mlp"))]
     command += ["--size=small", f"--rows={file}", f"--benchmark-json={tmp_path / 'theirs.json'}", *options]
@@ -150,7 +151,7 @@ def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[st
 
 @pytest.mark.full("10 to 20 s each of processes that start processes; make bench-smoke starts the same")
 def test_what_a_file_writes(tmp_path: Path) -> None:
-    """Its rows are what pytest-benchmark has; both ceilings are there."""
+    """The rows are those of pytest-benchmark; both ceilings are present."""
     machine, found = rows_of(tmp_path, "-k", "tiny-300 and not compiled", "--commit=abc")
     assert machine["matmul_tflops"] > 0 and machine["copy_gbs"] > 0 and machine["versions"]["torch"]
     assert machine["commit"] == "abc"
@@ -165,7 +166,7 @@ def test_what_a_file_writes(tmp_path: Path) -> None:
 
 @pytest.mark.full("7 s; smoke runs have no deadline")
 def test_time_that_is_up(tmp_path: Path) -> None:
-    """Every case is named. What is known of the machine is not measured again."""
+    """Every case is listed. Known properties of the machine are not measured again."""
     rows.append(tmp_path / "rows.jsonl", MACHINE)
     machine, found = rows_of(tmp_path, "--seconds=0")
     assert len(found) == 18 and {row["status"] for row in found} == {"no time left"}

@@ -1,4 +1,4 @@
-"""The fenced blocks of a page, and one run of its Python blocks, in an empty directory, with tiny models."""
+"""Splits a page into fenced blocks, and runs its Python blocks once in an empty directory with tiny models."""
 
 import os
 import re
@@ -21,17 +21,17 @@ HIDDEN, NEEDS = "<!-- test", re.compile(r"<!-- needs (a GPU|several processes|LL
 
 @dataclass
 class Block:
-    """A fenced block, or a hidden one: a comment that begins with `<!-- test`."""
+    """A fenced block, or a hidden one: a comment that starts with `<!-- test`."""
 
     line: int
     language: str
     text: str = ""
     needs: str | None = None
-    """What it needs that is not here."""
+    """What it needs that is missing here; None if nothing is."""
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Returns the blocks of a page in their order."""
+    """Returns the blocks of a page in order."""
     blocks: list[Block] = []
     block, end, needs = None, "", None
     for number, line in enumerate(text.splitlines(), start=1):
@@ -50,14 +50,14 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def architecture_of(name: str) -> str:
-    """Returns the supported model type that a name on the hub speaks of; llama if none."""
+    """Returns the supported model type in a Hub name; llama if there is none."""
     plain = name.lower().replace("-", "").replace(".", "")
     known = [arch for arch in CLASSES if arch.removesuffix("_text").replace("_", "") in plain]
     return max(known, key=len, default="llama")
 
 
 def tiny(name: str = "llama", **changes: Any) -> torch.nn.Module:
-    """Returns a tiny model of this model type, or of the one that the name speaks of."""
+    """Returns a tiny model of this model type, or of the type in a Hub name."""
     return build(architecture_of(name), **changes)
 
 
@@ -75,9 +75,9 @@ def tokenizer(*_: Any, **__: Any) -> PreTrainedTokenizerBase:
 
 
 def run_python(page: Path) -> str | None:
-    """Runs a page's Python blocks one after the other in one namespace; returns what went wrong, None if nothing did.
+    """Runs a page's Python blocks in order in one namespace. Returns the error, None if there was none.
 
-    Ends with the process's own state changed: to be called in a process that ends.
+    Changes the process's own state: call it in a process that ends afterwards.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Every block of README and of the pages in docs/ is run, every link leads somewhere, and the messages that a page
-explains are those of the code."""
+"""Every block of README and of the pages in docs/ runs, every link is valid, and every message that a page explains
+exists in the code."""
 
 import ast
 import builtins
@@ -26,8 +26,8 @@ QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md"
 SCRIPTS = (".py", ".sh")
 FRAGMENTS = {"README", "cut-batches", "evaluation", "layers", "losses", "models", "offload", "planning", "quickstart"}
 FRAGMENTS |= {"sequence-parallelism", "trainer", "troubleshooting", "your-case"}
-"""Pages with blocks that go into a script of the reader's."""
-SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
+"""Pages with blocks that readers put into their own scripts."""
+SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # languages that cannot be run
 
 
 def name_of(value: Path | Block) -> str:
@@ -36,7 +36,8 @@ def name_of(value: Path | Block) -> str:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessPoolExecutor]:
-    """Processes that have imported everything once, one for each page: what it does to classes no other must see."""
+    """Processes that have imported everything, one per page, so that a page's changes to classes affect no other
+    page."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["book.page", "trl", "peft"])
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +57,7 @@ def test_python(page: Path, processes: ProcessPoolExecutor) -> None:
 
 
 def undefined(page: Path) -> set[str]:
-    """Names that a page's Python blocks read and that no block up to there defines, hidden ones aside."""
+    """Returns the names that a page's Python blocks read before any block defines them, except hidden blocks."""
     text, known, missing = page.read_text(), set(dir(builtins)), set()
     for block in blocks_of(text):
         if block.language == "python" and text.splitlines()[block.line - 1] != HIDDEN:
@@ -80,14 +81,14 @@ def test_commands(page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"\w+=\S*", words[0]):  # variables
+        while words and re.fullmatch(r"\w+=\S*", words[0]):  # environment variables
             words.pop(0)
         if words:
             check_command(words)
 
 
 def check_command(words: list[str]) -> None:
-    """Raises AssertionError if a command could not be run as it stands: an unknown command, option, target, file."""
+    """Raises AssertionError if a command cannot run as written: an unknown command, option, target or file."""
     match words:
         case ["make", *targets]:
             known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -121,7 +122,7 @@ def check_command(words: list[str]) -> None:
 
 
 def parsed_job(options: list[str], of_command: type = Job) -> None:
-    """Raises AssertionError unless a command, `seqtile finetune`, takes these options."""
+    """Raises AssertionError unless a command, by default `seqtile finetune`, accepts these options."""
     seen, command = [], typer.Typer()
 
     def parse(**values: object) -> None:
@@ -147,7 +148,7 @@ def test_links(page: Path) -> None:
 
 
 def strings_of(source: str) -> Iterator[str]:
-    """Yields every string of a file, with `…` in the place of what is formatted into it."""
+    """Yields every string of a file, with `…` for formatted values."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -156,7 +157,7 @@ def strings_of(source: str) -> Iterator[str]:
 
 
 def test_quoted_messages_are_raised() -> None:
-    """Word for word, by docs/troubleshooting.md."""
+    """docs/troubleshooting.md quotes them word for word."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     explained = re.findall(r"^### `(.+)`$", text, re.M)
     messages = "\n".join(text for file in (ROOT / "src").rglob("*.py") for text in strings_of(file.read_text()))

@@ -1,7 +1,7 @@
-"""What is trained on two processes: every architecture under every data parallelism, each with an adapter, a kind of
-checkpointing and an order of Liger, so that every two of them meet at least once; and variants of the parallelisms.
+"""The cases trained on two processes: every architecture under every data parallelism. Each case has an adapter, a kind
+of checkpointing and an order of Liger, so that every two values meet at least once. Also variants of the parallelisms.
 
-python -m distributed.cases, in test/, prints the table of them in docs/compatibility.md.
+python -m distributed.cases, in test/, prints their table in docs/compatibility.md.
 """
 
 from collections.abc import Iterator
@@ -29,32 +29,33 @@ class Case(NamedTuple):
     arch: str
     strategy: str
     adapter: str
-    """full: all parameters; lora: PEFT's, over a frozen base, read directly; generic: an activation that gated_mlp does
-    not know, so that the MLP is called chunk by chunk."""
+    """full: all parameters; lora: PEFT's, over a frozen base, whose weights are read directly; generic: an activation
+    that gated_mlp does not support, so that the MLP is called chunk by chunk."""
     checkpointing: str
     liger: str
     """class: Liger and then seqtile on the classes; model: the same on the model; again: seqtile on the model, then
-    Liger, which takes it back, then seqtile."""
+    Liger, which removes it, then seqtile."""
 
     layer: str = "none"
-    """segments: the whole layer is tiled; groups: attention by groups of heads besides; lora is on every projection."""
+    """segments: the whole layer is tiled; groups: also attention by groups of heads; lora is on every projection."""
 
     def __str__(self) -> str:
         return "-".join(self)
 
     @property
     def tree(self) -> str:
-        """The pool of processes that runs it, with others.
+        """The pool of processes that runs the case and others.
 
-        ZeRO-3 has its own: it replaces torch.nn.functional.linear for good, and with it the order in which gradients of
-        a weight and its bias arrive, which ZeRO-2's buckets follow. Liger's kernels need Triton's interpreter.
+        ZeRO-3 has its own pool: it permanently replaces torch.nn.functional.linear, and thereby the order in which
+        gradients of a weight and its bias arrive, which ZeRO-2's buckets follow. Liger's kernels need Triton's
+        interpreter.
         """
         family = "zero3" if "zero3" in self.strategy else "zero" if "zero" in self.strategy else "torch"
         return family if self.liger == "none" else f"{family}_liger"
 
 
 def excluded(a: str, b: str) -> str | None:
-    """Why two values never meet; None if they must."""
+    """Returns why two values never meet; None if they must."""
     if any(name in ARCHS and not ARCHS[name].liger for name in (a, b)) and {a, b} & set(LIGER[1:]):
         return "Liger does not know it"
     return None
@@ -80,7 +81,7 @@ def variants() -> list[Case]:
 
 
 def layers() -> list[Case]:
-    """Every parallelism with the layer tiled, both ways; of every architecture that allows it."""
+    """Every parallelism with tiled layers, in both ways, for every architecture that allows it."""
     archs = [name for name, arch in ARCHS.items() if arch.layer]
     found = []
     for i, strategy in enumerate(STRATEGIES):
@@ -101,9 +102,9 @@ RARE = ("fsdp2_keep", "fsdp2_mixed", "fsdp2_projection", "zero2_offload", "zero3
 
 
 def cases() -> Iterator[tuple[Case, bool]]:
-    """All, and whether each runs every day: of the matrix as few without Liger as have every parallelism, and each of
-    its families with every adapter and checkpointing; each order of Liger once, in the interpreter; of whole layers one
-    way of each parallelism; of the families one under each."""
+    """Yields all cases, and whether each runs every day. Of the matrix without Liger the fewest cases with every
+    parallelism, and each of DDP, FSDP2 and ZeRO with every adapter and checkpointing; each order of Liger once, in
+    Triton's interpreter. Of whole layers one way per parallelism; of the families one case under each parallelism."""
     found = sorted(matrix(), key=lambda case: case.liger != "none")
     plain = [case for case in found if case.liger == "none"]
     every_day = covering(
@@ -117,7 +118,7 @@ def cases() -> Iterator[tuple[Case, bool]]:
 
 
 def table() -> str:
-    """Returns the matrix as docs/compatibility.md has it."""
+    """Returns the matrix as it is in docs/compatibility.md."""
     rows = [["", *STRATEGIES], ["---"] * (1 + len(STRATEGIES))]
     for arch in ARCHS:
         cases = [case for case in matrix() if case.arch == arch]

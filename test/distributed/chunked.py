@@ -1,6 +1,6 @@
-"""Parts that are called chunk by chunk, trained on two processes under every way of reducing gradients: a rank of it.
+"""Trains parts that run chunk by chunk on two processes under every gradient reducer. This is the code of one rank.
 
-python -m distributed.chunked, in test/, prints the table of them in docs/compatibility.md.
+python -m distributed.chunked, in test/, prints their table in docs/compatibility.md.
 """
 
 import re
@@ -34,7 +34,7 @@ CHECKPOINTS = {"none": None, "non-reentrant": False, "reentrant": True}
 class Part(NamedTuple):
     made: Callable[[], nn.Module]
     layer: bool = False
-    """Whole layers are tiled."""
+    """True if whole layers are tiled."""
 
 
 def adapted(make: Callable[[], nn.Module], *also: str, **options: object) -> nn.Module:
@@ -48,7 +48,7 @@ def plain(arch: str = "llama", **changes: object) -> nn.Module:
 
 
 def mixture() -> nn.Module:
-    """Every token goes to all experts, so that rounding changes no route."""
+    """A mixture in which every token goes to all experts, so that rounding changes no route."""
     return plain("mixtral", output_router_logits=True, num_experts_per_tok=4)
 
 
@@ -64,7 +64,7 @@ def in_8_bits() -> nn.Module:
     return in_8_bits(plain(intermediate_size=128))
 
 
-DROPOUT = {"lora_dropout": 1e-9}  # which drops nothing: chunks would draw other masks
+DROPOUT = {"lora_dropout": 1e-9}  # drops nothing: chunks would draw other masks
 PARTS = {
     "mixture": Part(mixture),
     "mixture, whole layers": Part(mixture, layer=True),
@@ -79,7 +79,7 @@ PARTS = {
 
 
 def each_part(model: nn.Module, **options: object):
-    """FSDP2 with what is in a layer sharded by itself, and whole layers too."""
+    """FSDP2 that wraps each part of a layer by itself, and also whole layers."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in layers_of(base_of(model)):
@@ -90,7 +90,7 @@ def each_part(model: nn.Module, **options: object):
 
 
 def in_bfloat16(model: nn.Module):
-    """FSDP2 under a policy of which nothing but the parameters' dtype is said, so that inputs are cast."""
+    """FSDP2 with a policy that sets only the parameters' dtype, so that it casts inputs."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return each_part(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -103,7 +103,7 @@ def on_cpu(model: nn.Module):
 
 
 def experts_in_bfloat16(model: nn.Module):
-    """FSDP2 in float32, but for the experts, which cast what they are given, and what they return back."""
+    """FSDP2 in float32, except for the experts, which cast their inputs and cast their outputs back."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     for experts in experts_in(base_of(model)):
@@ -124,12 +124,12 @@ WRAPPED = {
     "fsdp2_sp": fsdp2,
     "zero3, none ahead": zero(3, **dict.fromkeys(NOT_AHEAD, 0)),
 }
-"""Ways beside those of worker.py: FSDP2 of experts, MLPs and attention by themselves; a sequence over both ranks."""
+"""Additions to those of worker.py: FSDP2 of experts, MLPs and attention by themselves; a sequence over both ranks."""
 NOT_UNTILED = {
     ("8-bit LoRA", reducer): "'Parameter' object has no attribute 'CB'"
     for reducer in ("FSDP2", "FSDP2, bfloat16", "FSDP2, sp")
 }
-"""What cannot be trained without seqtile either, and how that fails."""
+"""Models that cannot be trained without seqtile either, and their errors."""
 
 
 def family(reducer: str) -> str:
@@ -138,7 +138,7 @@ def family(reducer: str) -> str:
 
 
 def trained(part: Part, reducer: str, reentrant: bool | None, tiled: bool) -> tuple[list[float], dict]:
-    """The losses of two steps, and how far each parameter went."""
+    """Returns the losses of two steps, and the change of each parameter."""
     STRATEGIES.update(WRAPPED)
     torch.manual_seed(0)
     model = part.made().train()
@@ -161,7 +161,7 @@ def trained(part: Part, reducer: str, reentrant: bool | None, tiled: bool) -> tu
 
 
 def compare(part: str, reducer: str, checkpoints: str) -> None:
-    """A part is trained as it is untiled; in bfloat16 as near to what float32 gives as it is untiled."""
+    """A part trains as it does untiled; in bfloat16, as close to float32 as it is untiled."""
     arguments = PARTS[part], REDUCERS.get(reducer, reducer), CHECKPOINTS[checkpoints]
     if (why := NOT_UNTILED.get((part, reducer))) is not None:
         with pytest.raises(Exception, match=re.escape(why)):
@@ -181,8 +181,8 @@ def compare(part: str, reducer: str, checkpoints: str) -> None:
 
 
 def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
-    """Of a mixture, of 3 chunks on one rank and of 7 on the other: the untiled losses, with no more gathered and no
-    more parameters whole at once."""
+    """A mixture with 3 chunks on one rank and 7 on the other has the untiled losses. It gathers no more bytes, and
+    holds no more whole parameters at once."""
     STRATEGIES.update(WRAPPED)
     rank, found = dist.get_rank(), []
     for tiled in (False, True):
@@ -207,17 +207,17 @@ def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
                 whole.clear()
         if wrapped is optimizer:
             wrapped.destroy()
-        found.append((losses, gathered[4:], max(whole)))  # until then ZeRO-3 records the order of modules
+        found.append((losses, gathered[4:], max(whole)))  # before that, ZeRO-3 records the order of modules
     (theirs, their_bytes, their_most), (ours, our_bytes, our_most) = found
     whole, of_a_layer = (sum(p.numel() for p in each.parameters()) for each in (mixture(), layers_of(mixture())[0]))
-    but_a_layer = whole - of_a_layer  # one of its two layers, and what FSDP2 keeps: embeddings, head
+    but_a_layer = whole - of_a_layer  # one of two layers, and what FSDP2 keeps: embeddings and head
     assert 0 < our_most <= (max(their_most, but_a_layer) if layer else their_most), (our_most, their_most)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
     assert min(their_bytes) > 0 and all(map(int.__le__, our_bytes, their_bytes)), (our_bytes, their_bytes)
 
 
 def whole_parameters(model: nn.Module) -> int:
-    """How many numbers of a model's sharded parameters are whole on this rank at this moment."""
+    """Returns how many elements of a model's sharded parameters are whole on this rank now."""
     of_deepspeed = [each for each in model.parameters() if hasattr(each, "ds_id") and not each.ds_persist]
     groups = [each._get_fsdp_state()._fsdp_param_group for each in model.modules() if hasattr(each, "_get_fsdp_state")]
     of_fsdp = [each for group in groups if group is not None and group.is_unsharded for each in group.fsdp_params]
@@ -227,12 +227,12 @@ def whole_parameters(model: nn.Module) -> int:
 
 
 def without_tokens() -> None:
-    """Experts that no token of any rank chooses get no gradient under DDP, tiled and untiled."""
+    """Experts that no token of any rank selects get no gradient under DDP, tiled and untiled."""
     found = []
     for tiled in (False, True):
         torch.manual_seed(0)
         model = small_model(model_classes("longcat_flash")[0], CONFIG_MAPPING["longcat_flash"]()).train()
-        for experts in experts_in(model):  # all go to an expert that returns its input
+        for experts in experts_in(model):  # all tokens go to an expert that returns its input
             experts.register_forward_pre_hook(
                 lambda module, args: (args[0], torch.full_like(args[1], module.num_routed_experts), args[2])
             )
@@ -248,7 +248,7 @@ def without_tokens() -> None:
 
 
 class Gathered:
-    """The bytes that are gathered inside, by FSDP2 or ZeRO-3."""
+    """Counts the bytes that FSDP2 or ZeRO-3 gather inside."""
 
     def __enter__(self) -> "Gathered":
         self.name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -276,7 +276,7 @@ class Gathered:
 
 
 def table() -> str:
-    """Returns the matrix as docs/compatibility.md has it."""
+    """Returns the matrix as it is in docs/compatibility.md."""
     rows = [["", *REDUCERS], ["---"] * (1 + len(REDUCERS))]
     for part in PARTS:
         rows.append(

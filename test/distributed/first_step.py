@@ -1,5 +1,5 @@
-"""One rank's first steps: they are compared under every reducer and change nothing of what is trained; what one rank
-finds, or cannot run, stops the comparison of all."""
+"""The first-step comparison on one rank. It works under every reducer and does not change the training. If one rank
+finds a difference or fails, the comparison stops on all ranks."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ from seqtile.models.trial_batch import TOKENS
 from support.tiny import batch_of, build
 from support.training import halved, update, with_lora
 
-LENGTHS = ((61, 40, 70), (4, 61, 33))  # of each rank's batches, one too short to be compared on
+LENGTHS = ((61, 40, 70), (4, 61, 33))  # of each rank's batches; one is too short to compare
 
 
 class Wrapper(nn.Module):
-    """A user's, whose parts are sharded, and which is itself."""
+    """A user's wrapper whose parts are sharded and which is itself sharded."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -43,7 +43,7 @@ class Wrapper(nn.Module):
 
 
 def parts(model: nn.Module, **options: object):
-    """FSDP2 on each layer alone; who trains so reduces the rest."""
+    """FSDP2 on each layer alone; the trainer must reduce the other gradients."""
     for layer in model.model.layers:
         fully_shard(layer, **options)
     return model, torch.optim.SGD(trainable(model), lr=1.0)
@@ -64,7 +64,7 @@ class Case:
     apply: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     spread: bool = False
-    """Whether the ranks share sequences."""
+    """True if the ranks share sequences."""
     outcome: str = f"the loss and 22 gradients {EQUAL}"
 
 
@@ -73,13 +73,13 @@ def lora(model: nn.Module) -> nn.Module:
 
 
 def hooked(model: nn.Module) -> nn.Module:
-    """A user's hook that treats every token alike, on what is sharded when the first step runs."""
+    """A user's hook that treats every token alike, on a module that is sharded when the first step runs."""
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: 0.5 * output)
     return model
 
 
 def reads_of_another(model: nn.Module) -> nn.Module:
-    """The second layer's attention reads a weight of the first, which ZeRO-3 gathers then, and remembers."""
+    """The second layer's attention reads a weight of the first layer. ZeRO-3 then gathers it, and records that."""
     first, attention = model.model.layers[0], model.model.layers[1].self_attn
     attend = attention.forward
 
@@ -123,22 +123,22 @@ ZERO = {
 CASES = TORCH | ZERO
 TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")
 EVERY_DAY = ("ddp", "fsdp2 mixed parts", "fsdp2 sp peft", "fsdp1 parts", "zero2", "zero3 weights of another")
-"""Beside those above."""
+"""In addition to those above."""
 
 
 class Trained(NamedTuple):
-    """What came of three steps."""
+    """The result of three steps."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
     state: list
-    """ZeRO-3's, after each step."""
+    """ZeRO-3's state after each step."""
     outcome: str | None
 
 
 def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None, again: bool = False) -> Trained:
-    """Three steps of a model, the same at every call; `before` is done with it before the first. With `again` each is
-    compared: from the third on ZeRO-3 knows the order of modules, and fetches ahead."""
+    """Trains a model, the same at every call, for three steps. `before` is applied to it before the first one. With
+    `again` each step is compared: from the third on ZeRO-3 knows the order of modules and prefetches."""
     rank, batches = dist.get_rank(), []
     torch.manual_seed(0)
     model = halved(build("llama", tie_word_embeddings=case.tied))
@@ -150,7 +150,7 @@ def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None,
     torch.manual_seed(1 if case.spread else rank + 1)
     for length in LENGTHS[0 if case.spread else rank]:
         batch = batch_of(1, length)
-        batch["labels"][0, -1] = 5  # also of the shortest
+        batch["labels"][0, -1] = 5  # also in the shortest row
         batches.append(sp.shard(batch, ctx) if case.spread else batch)
     before(model, wrapped, batches[0])
     losses, states = [], []
@@ -169,7 +169,7 @@ def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None,
 
 
 def zero_state(engine: Any) -> tuple | None:
-    """What ZeRO-3 has recorded, by names, and which parameters it holds whole."""
+    """Returns ZeRO-3's records, by name, and the parameters that it holds whole."""
     if getattr(engine, "zero_optimization_partition_weights", bool)() is False:
         return None
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
@@ -190,7 +190,7 @@ def assert_same(found: Trained, expected: Trained, name: str) -> None:
 
 
 def same_training(name: str, case: Case) -> Trained:
-    """A model that is compared is trained to the bit as one that is not."""
+    """A compared model trains bitwise as an uncompared one."""
     unchecked = train(case, False)
     checked = train(case, True, again=True)
     assert unchecked.outcome is None and case.outcome in str(checked.outcome), f"{name}: {checked.outcome}"
@@ -199,7 +199,7 @@ def same_training(name: str, case: Case) -> Trained:
 
 
 def first_step_refuses(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Each rank raises for tiled MLPs that compute something else on rank 1 alone."""
+    """Each rank raises if tiled MLPs compute something else on rank 1 alone."""
     right = tiled_mlp.gated_mlp_of
 
     def wrong(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -212,7 +212,7 @@ def first_step_refuses(model: nn.Module, wrapped: Any, batch: dict[str, torch.Te
 
 
 def fails_on_few_tokens(in_backward: bool, model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
-    """The second layer's attention fails on rank 1 alone, of as few tokens as are compared."""
+    """The second layer's attention fails on rank 1 alone, for inputs as short as those of the comparison."""
 
     def fail(*_: Any) -> None:
         raise IndexError("too few tokens")
@@ -228,14 +228,14 @@ def fails_on_few_tokens(in_backward: bool, model: nn.Module, wrapped: Any, batch
 
 
 def one_rank_is_watched(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
-    """After the comparison rank 0 gets a hook, as loggers have on the main process: it must not compare again alone."""
+    """After the comparison rank 0 gets a hook, as loggers add on the main process: it must not compare again alone."""
     wrapped(**batch)
     if dist.get_rank() == 0:
         model.model.layers[0].register_forward_hook(lambda *_: None)
 
 
 def held() -> None:
-    """Of what ZeRO-3 has partitioned, one layer at a time, and what is in none."""
+    """ZeRO-3 holds one layer at a time, and the parameters outside of layers."""
     held, gather, partition = [0], trial_ranks._gather, trial_ranks._partition
 
     def counted_gather(parameters: Iterable[nn.Parameter]) -> list:
@@ -256,17 +256,17 @@ def held() -> None:
 
 
 def compared(name: str) -> None:
-    """The first step is compared, and three steps are the same to the bit as with check=False."""
+    """The first step is compared, and three steps are bitwise the same as with check=False."""
     same_training(name, CASES[name])
 
 
 def stopped(name: str) -> None:
-    """The same; what happens on rank 1 alone stops the comparison of every rank, and training is as without."""
+    """The same, but a failure on rank 1 alone stops the comparison on every rank; training is not affected."""
     case = CASES[name]
     unchecked = same_training(name, case)
     found = train(case, True, first_step_refuses)
     assert case.outcome in str(found.outcome), found.outcome
-    assert_same(found._replace(state=unchecked.state), unchecked, name)  # ZeRO-3 has recorded a forward that broke off
+    assert_same(found._replace(state=unchecked.state), unchecked, name)  # ZeRO-3 has recorded an aborted forward
     found = train(case, True, one_rank_is_watched)
     assert_same(found._replace(state=unchecked.state), unchecked, name)
     for in_backward in (False, True):

@@ -1,4 +1,4 @@
-"""One rank of a distributed run whose loss is the user's own, of the logits that a model returns."""
+"""One rank of a distributed run whose loss the user computes from the model's logits."""
 
 from collections import Counter
 from datetime import timedelta
@@ -51,7 +51,7 @@ def train(model: nn.Module, strategy: str, of: str, batches: list[dict]) -> tupl
 
 
 def same_training(strategy: str, of: str, adapter: bool) -> None:
-    """The same losses, updates and words as untiled."""
+    """The same losses, updates and generated tokens as untiled."""
     found = []
     for tiled in (False, True):
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ def same_training(strategy: str, of: str, adapter: bool) -> None:
 
 
 def read_on_one_rank(strategy: str) -> None:
-    """It is named within a time, and the other rank goes on."""
+    """The error names the missing rank within a time limit, and the other rank continues."""
     model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     wrapped, _ = WRAPPED[strategy](model)
@@ -88,7 +88,7 @@ def read_on_one_rank(strategy: str) -> None:
 
 
 def steps_between(strategy: str) -> None:
-    """Logits of a sharded head that are read after a step are refused."""
+    """Reading a sharded head's logits after a step raises an error."""
     model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     wrapped, optimizer = WRAPPED[strategy](model)
@@ -99,7 +99,7 @@ def steps_between(strategy: str) -> None:
 
 
 def gathers_of_a_step(strategy: str) -> None:
-    """Logits that are not read cost no collective."""
+    """Logits that nobody reads cost no collective."""
     found = []
     for skipped in (True, None):
         model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
@@ -117,7 +117,7 @@ def gathers_of_a_step(strategy: str) -> None:
 
 
 class CollectiveCount(TorchDispatchMode):
-    """Collectives inside, by their names."""
+    """Counts collectives inside, by name."""
 
     def __init__(self) -> None:
         super().__init__()

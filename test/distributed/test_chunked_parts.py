@@ -1,5 +1,5 @@
-"""Parts that are called chunk by chunk, under every reducer of gradients, on two processes with sequences of unequal
-lengths; the table of them in docs/compatibility.md."""
+"""Parts that are called chunk by chunk, under every gradient reducer, on two processes with sequences of unequal
+lengths; their table in docs/compatibility.md."""
 
 from itertools import product
 from pathlib import Path

@@ -1,5 +1,5 @@
 """The same training under every data parallelism, on two real processes with sequences of unequal lengths, some shorter
-than a chunk; the table of what is trained in docs/compatibility.md."""
+than a chunk; its table in docs/compatibility.md."""
 
 from pathlib import Path
 

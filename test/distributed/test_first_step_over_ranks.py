@@ -1,4 +1,4 @@
-"""The first training step compares itself with the untiled model under every reducer, and leaves no trace."""
+"""The first training step compares itself with the untiled model under every reducer, without side effects."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_compared_and_trained_the_same(pool: Pool, name: str) -> None:
 @pytest.mark.full("10 s each", but=("fsdp2",))
 @on_two_ranks(*TOGETHER)
 def test_one_rank_stops_all(pool: Pool, name: str) -> None:
-    """Of these the other test compares nothing again."""
+    """The other test does not compare these again."""
     pool.run(stopped, name)
 
 

@@ -1,4 +1,4 @@
-"""A loss of one's own, of logits that a tiled model returns, under every data parallelism: as untiled."""
+"""A user's own loss of a tiled model's logits equals the untiled one under every data parallelism."""
 
 import pytest
 

@@ -28,7 +28,7 @@ from support.tiny import (
 )
 from support.training import halved, update, with_lora
 
-# Tokens of each rank's sequences, and of a chunk: both ranks tiled, one of them, the other. The interpreter is slow.
+# Tokens of each rank's sequences, and of a chunk: both ranks tiled, one rank, the other rank. The interpreter is slow.
 LENGTHS, CHUNK = (((17, 9), (9, 17)), 10) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
 LAYERS = 1 if interpreted() else 2
 KINDS = {"plain": None, "ckpt": False, "reentrant": True}
@@ -69,7 +69,8 @@ def fsdp2(
 
 
 def expert_parallel(model: nn.Module):
-    """Hugging Face's: each rank holds half of the experts, and the tokens of a batch that all share go to them."""
+    """Hugging Face's expert parallelism: each rank holds half of the experts and gets their tokens from a shared
+    batch."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -130,7 +131,7 @@ STRATEGIES = {
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's trainable parameters, gathered."""
+    """Returns the model's trainable parameters, gathered."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if any(hasattr(parameter, "ds_id") for parameter in named.values()):
         import deepspeed
@@ -145,7 +146,7 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
     wrapped, optimizer = STRATEGIES[strategy](model)
     losses = []
     for batch in batches:
-        if strategy in ("zero3_evaluated", "zero3_attentions"):  # before the first step, too
+        if strategy in ("zero3_evaluated", "zero3_attentions"):  # also before the first step
             model.eval()
             asked = {"output_attentions": True} if strategy == "zero3_attentions" else {}
             with torch.no_grad():
@@ -163,7 +164,7 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
 
 
 def made(case: Case) -> nn.Module:
-    """The model of a case, the same at every call, with weights small enough for a learning rate of 1."""
+    """The model of a case, the same at every call. Its weights are small enough for a learning rate of 1."""
     if case.arch in FAMILIES:
         return of_a_family(case.arch)
     torch.manual_seed(0)
@@ -185,7 +186,7 @@ def made(case: Case) -> nn.Module:
 
 def of_a_family(model_type: str) -> nn.Module:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is small is slower on many
+    torch.set_num_threads(1)  # small models are slower on many threads
     model = small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())
     torch.set_num_threads(threads)
     return halved(model).train()
@@ -196,8 +197,8 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def made_tiled(case: Case) -> nn.Module:
-    """The same model, tiled, together with Liger in the order of the case."""
-    # Liger's MLPs know one activation and, built by a patched class, no biases, whatever the config says.
+    """The same model, tiled, and with Liger in the order of the case."""
+    # Liger's MLPs support one activation and, if a patched class built them, no biases, whatever the config says.
     if case.arch in FAMILIES:
         model = made(case)
         seqtile.apply_seqtile(model, layer=case.layer != "none", chunk_tokens=CHUNK)
@@ -236,7 +237,7 @@ def made_tiled(case: Case) -> nn.Module:
 
 
 def run(case: Case) -> None:
-    """Trains a case untiled and tiled: the same losses and updates."""
+    """Trains a case untiled and tiled: same losses and updates."""
     with modeling_restored():
         compare(case, dist.get_rank())
     seqtile.restore()
@@ -252,7 +253,7 @@ def compare(case: Case, rank: int) -> None:
     if case.arch in FAMILIES:
         rows = [batch["input_ids"].remainder(WORDS - 10) + 5 for batch in batches]
         batches = [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in rows]
-    # To the end before anything is patched: Liger and seqtile on the classes reach models that are there already.
+    # Train to the end before patching: Liger and seqtile on the classes also change existing models.
     theirs, their_weights = train(untiled, case.strategy, batches)
     tiled = made_tiled(case)
     checkpointing(base_of(tiled), KINDS[case.checkpointing])

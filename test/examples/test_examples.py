@@ -22,7 +22,7 @@ from support.plain_store import offloaded
 from support.pool import Pool
 from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, on_rank, run, trained_by_grpo
 
-IN_BFLOAT16 = 5e-3  # relative: what roundings in another order may change of a loss and of a gradient's norm
+IN_BFLOAT16 = 5e-3  # relative: the effect of another rounding order on a loss and on a gradient's norm
 Figures = list[tuple[float, float]]
 
 
@@ -41,7 +41,7 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @contextmanager
 def updates() -> Iterator[list]:
-    """Of every step of an optimizer inside: of each trained parameter the weights before it, and the gradient."""
+    """For every optimizer step inside: each trained parameter's weights before the step, and its gradient."""
     seen = []
 
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -65,7 +65,7 @@ def test_each_is_short_and_says_how_to_run() -> None:
 
 
 def same_figures(ours: Figures, theirs: Figures) -> None:
-    """As many steps, and in each the same loss and gradient norm; the loss falls."""
+    """The same number of steps, each with the same loss and gradient norm; the loss falls."""
     assert len(ours) == len(theirs) >= SEQUENCES
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for value, truth in zip(mine, other, strict=True):
@@ -102,7 +102,7 @@ def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch
 
 
 def test_whole_layers_without_a_gpu(directory: str) -> None:
-    """`offload.enable` as it is: a warning, and checkpointed layers."""
+    """The real `offload.enable`: a warning, and checkpointed layers."""
     with pytest.warns(UserWarning, match="the model is on cpu: what its checkpoints save stays there"):
         model = run("whole_layers", directory, LENGTH=LENGTH)["model"]
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
@@ -119,7 +119,7 @@ def test_tiled_module() -> None:
 
 
 def test_policy_gradient(directory: str) -> None:
-    """The last step's gradient is that of Hugging Face's logits, up to the end of each answer."""
+    """The last step's gradient equals that of Hugging Face's logits up to the end of each answer."""
     with updates() as seen:
         names = run("policy_gradient", directory, GROUP=8, LENGTH=24)
     assert len(seen) == 8 == names["printed"].count("reward")
@@ -144,7 +144,7 @@ def test_policy_gradient(directory: str) -> None:
 
 @pytest.mark.parametrize("own", [False, True], ids=["known", "config"])
 def test_plan(own: bool, directory: str) -> None:
-    """It stops at the first number of GPUs that is enough."""
+    """The plan stops at the first sufficient number of GPUs."""
     names = run("plan", *([directory] if own else []))
     name, setup, length = names["name"], names["setup"], names["LENGTH"]
     assert memory.plan(name, seq_len=length, **setup).fits and "fits" in names["printed"]
@@ -188,7 +188,7 @@ def test_ranks_train_as_one_untiled_process_does(
 
 @pytest.mark.dist
 def test_grpo_over_ranks(directory: str) -> None:
-    """Completions of one prompt, whose rewards differ; all ranks hold the same weights after the last step."""
+    """Completions of one prompt with different rewards; all ranks hold the same weights after the last step."""
     pytest.importorskip("trl")
     with Pool(2, "own") as pool:
         (mine, rewards), (others, _) = pool.run(trained_by_grpo, directory)

@@ -1,4 +1,4 @@
-"""Trains with Axolotl as its command does, once for each YAML that is named, and prints what came of it as JSON."""
+"""Trains with Axolotl, as its command does, once per YAML file, and prints the results as JSON."""
 
 import json
 import os

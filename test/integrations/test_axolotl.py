@@ -104,7 +104,7 @@ def results(place: Path) -> dict[str, dict]:
 
 
 def ran(place: Path, cases: dict[str, str], *launcher: str) -> dict[str, dict]:
-    """What came of each YAML, in one process unless it is launched otherwise."""
+    """Returns the result of each YAML, in one process unless a launcher is given."""
     files = [place / f"{i}.yaml" for i in range(len(cases))]
     for file, text in zip(files, cases.values(), strict=True):
         file.write_text(text)

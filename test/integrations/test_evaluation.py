@@ -1,4 +1,5 @@
-"""Trainer's evaluation and what else reads a tiled model's logits: the same figures, and no logits for a loss alone."""
+"""Trainer's evaluation and other readers of a tiled model's logits get the same figures; a loss alone computes no
+logits."""
 
 import copy
 from collections import Counter
@@ -26,7 +27,7 @@ def documents() -> list[dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """How often logits were computed, and of how many rows at most."""
+    """Counts how often logits were computed, and the most rows at once."""
     found: Counter = Counter()
     read = LazyLogits._read
 
@@ -44,7 +45,7 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((words[:, :-1] == found.label_ids[:, 1:])[counts].mean())}
 
 
-WAYS: dict[str, tuple[dict, dict, dict[str, int]]] = {  # options of Trainer and of its arguments -> what is computed
+WAYS: dict[str, tuple[dict, dict, dict[str, int]]] = {  # options of Trainer and its arguments -> what is computed
     "the loss alone": ({}, {}, {}),
     "metrics": ({"compute_metrics": accuracy}, {}, {"all": 2}),
     "words": (
@@ -85,7 +86,7 @@ class OwnLoss(Trainer):
 
 
 def test_a_loss_of_ones_own(documents: list, runs: Counter, tmp_path: Path) -> None:
-    """Of a Trainer that never heard of tiled losses; by rows, in the forward and for gradients."""
+    """A Trainer whose loss knows nothing of tiling reads rows of logits, in the forward and for gradients."""
     untiled = build("gemma2")
     trained = []
     for model in (untiled, tiled_copy(untiled)):
@@ -118,7 +119,7 @@ def test_accelerate_gathers_and_casts(documents: list) -> None:
 
 @pytest.mark.full("10 s of a compiler")
 def test_compiled() -> None:
-    """The graph breaks where the logits are made, not in the model."""
+    """The graph breaks where the logits are created, not in the model."""
     untiled = build("llama").eval()
     tiled, batch = tiled_copy(untiled), batch_of(1, 101)
     expected = untiled(**batch)
@@ -130,7 +131,8 @@ def test_compiled() -> None:
 
 
 def test_what_a_hook_on_the_head_sees() -> None:
-    """Chunks of the loss and what is read, as docs/evaluation.md says; not all logits of a forward."""
+    """The hook sees the loss's chunks and the logits that are read, as docs/evaluation.md says; never all logits of a
+    forward."""
     model, batch, seen = tiled_copy(build("llama")), batch_of(1, 101), []
     model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output[..., 0].numel()))
 

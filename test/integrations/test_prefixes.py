@@ -1,4 +1,4 @@
-"""Trainers whose rows begin alike compute these beginnings once, and train as they do otherwise."""
+"""Trainers compute prefixes that several rows share only once, and train as they do otherwise."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ STEPS = 3
 
 
 class Answers:
-    """In the place of sampling: completions that follow from the step and from where their prompts are."""
+    """Replaces sampling: the step and the prompts' positions determine the completions."""
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
@@ -51,7 +51,7 @@ def pairs() -> Any:
 
 
 def judged() -> Any:
-    """Two completions to each prompt, one after the other."""
+    """Two completions per prompt, one after the other."""
     rows = [{"prompt": words(n), "label": True} for n in PROMPTS]
     rows = [row | {"completion": words(3 + i), "label": i == 1} for row in rows for i in range(2)]
     return datasets.Dataset.from_list(rows)
@@ -70,17 +70,17 @@ EVERY_DAY = ("grpo-adapter", "dpo-plain")
 
 
 class Forward(NamedTuple):
-    """Of a model, without a cache."""
+    """A forward of a model without a cache."""
 
     rows: int
     prompts: int
     distinct: int
-    """Tokens, each beginning of several rows once."""
+    """Number of tokens, counting each shared prefix once."""
     computed: int
 
 
 class Watch(TrainerCallback):
-    """What a trainer's models compute, and where the weights are after each update."""
+    """Records what a trainer's models compute, and the weights after each update."""
 
     def __init__(self) -> None:
         self.forwards: dict[str, list[Forward]] = {}
@@ -113,7 +113,7 @@ class Watch(TrainerCallback):
 
 
 def distinct(rows: list[list[int]]) -> int:
-    """Tokens of rows that have one beginning in common."""
+    """Counts the distinct tokens of rows that share one prefix."""
     common = 0
     while len({tuple(row[: common + 1]) for row in rows}) == 1 < len(rows):
         common += 1
@@ -123,7 +123,7 @@ def distinct(rows: list[list[int]]) -> int:
 class Run(NamedTuple):
     log: list[dict[str, float]]
     moved: torch.Tensor
-    """[steps, weights], from where these began."""
+    """[steps, weights], relative to the initial weights."""
     norm: torch.Tensor
     forwards: dict[str, list[Forward]]
 
@@ -149,7 +149,7 @@ def trained(name: str, how: str, start: Path, documents: Any, output: Path, call
 
 
 def in_groups(shuffle: Callable) -> Callable:
-    """TRL's shuffle, and then each prompt's completions where the first of them is."""
+    """TRL's shuffle, followed by moving each prompt's completions to the place of the first one."""
 
     def shuffled(rows: dict) -> dict:
         rows = shuffle(rows)
@@ -189,7 +189,7 @@ def same(ours: Run, theirs: Run) -> None:
 @pytest.mark.parametrize("how", ["plain", "adapter", "checkpointed", "again"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_training(name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And how many tokens were computed, by the model and by the reference model."""
+    """Also the number of tokens that the model and the reference model computed."""
     if how == "again" and name in ("dpo", "kto"):
         pytest.skip("of what is sampled")
     torch.manual_seed(7)

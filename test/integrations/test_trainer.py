@@ -1,4 +1,5 @@
-"""Trainer, whose model is tiled before it or by SeqtileCallback when training begins, trains as it does untiled."""
+"""Trainer trains a tiled model as untiled, whether it is tiled before or by SeqtileCallback at the start of
+training."""
 
 import copy
 import logging
@@ -22,7 +23,7 @@ Rows = list[dict[str, torch.Tensor]]
 
 @pytest.fixture
 def documents() -> Rows:
-    """Eight, with prompts of very different lengths masked."""
+    """Eight documents with masked prompts of very different lengths."""
     rows = [{name: batch_of(1, 101)[name][0] for name in ("input_ids", "attention_mask")} for _ in range(8)]
     for i, row in enumerate(rows):
         row["labels"] = row["input_ids"].clone()
@@ -31,7 +32,7 @@ def documents() -> Rows:
 
 
 def trainer(model: nn.Module, documents: Rows, output: Path, *callbacks: Any, **changes: Any) -> Trainer:
-    """Of two steps of three documents."""
+    """A trainer for two steps of three documents."""
     options = OPTIONS | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 2}
     options |= {"gradient_checkpointing": True, "report_to": [], "seed": 0}
     arguments = TrainingArguments(output_dir=str(output), **options | changes)
@@ -49,7 +50,7 @@ def tiled_parts(model: nn.Module) -> tuple[int, int]:
     ("arch", "options"), [("llama", {"layer": True, "head_groups": "auto"}), ("llama", {}), ("gemma2", {"layer": True})]
 )
 def test_same_training(arch: str, options: dict, when: str, documents: Rows, tmp_path: Path) -> None:
-    """And what is saved is read by Hugging Face."""
+    """Hugging Face can also load the saved model."""
     untiled = gentle(arch)
     callbacks = [SeqtileCallback(chunk_tokens=CHUNK, **options)] if when == "callback" else []
     tiled = copy.deepcopy(untiled) if callbacks else tiled_copy(untiled, **options)
@@ -63,7 +64,7 @@ def test_same_training(arch: str, options: dict, when: str, documents: Rows, tmp
 
 
 def test_below_autocast(documents: Rows, tmp_path: Path) -> None:
-    """Accelerate's mixed precision stays around the tiled forward; the training in float32 is the truth."""
+    """Accelerate's mixed precision still wraps the tiled forward. Training in float32 is the reference."""
     models = [gentle("llama")]
     models += [copy.deepcopy(models[0]) for _ in range(2)]
     truth = run(trainer(models[0], documents, tmp_path)).moved
@@ -79,7 +80,7 @@ def test_below_autocast(documents: Rows, tmp_path: Path) -> None:
 def test_after_liger(
     documents: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Trainer applies Liger, to the model itself, before the callback is called, which logs what it did."""
+    """Trainer applies Liger to the model itself, before it calls the callback, which logs what it did."""
     seen = []
     monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", lambda model, _: seen.append(tiled_parts(model)))
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)

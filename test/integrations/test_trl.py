@@ -64,7 +64,7 @@ CASES = {
 
 
 def trained(name: str, start: Path, documents: Any, output: Path) -> tuple[list[dict[str, float]], dict]:
-    """What a trainer of the model that is saved in `start` logs in three steps, and how far it moved the weights."""
+    """Returns what a trainer of the model saved in `start` logs in three steps, and the change of its weights."""
     kind, _, options = CASES[name]
     model = AutoModelForCausalLM.from_pretrained(start)
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
@@ -85,7 +85,7 @@ def assert_same_log(ours: list[dict[str, float]], theirs: list[dict[str, float]]
     for our, their in zip(ours, theirs, strict=True):
         assert our.keys() == their.keys()
         for name in [name for name in their if not name.endswith(CLOCKS)]:
-            # Differences of two log-probabilities of whole sequences, which are in the hundreds.
+            # These are differences of two log-probabilities of whole sequences, which are in the hundreds.
             size = 10 if name == "kl" or name.startswith("rewards/") else 1
             same = math.isclose(our[name], their[name], rel_tol=1e-5, abs_tol=1e-5 * size)
             assert same or (math.isnan(our[name]) and math.isnan(their[name])), (name, our[name], their[name])
@@ -105,12 +105,12 @@ def test_same_training(arch: str, name: str, tmp_path: Path) -> None:
     assert_same_log(ours, theirs)
     whole = [torch.cat([moved.flatten() for moved in moves.values()]) for moves in (our_moves, their_moves)]
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    rounding = 1.2e-7 * weights.norm() / whole[1].norm()  # of weights, of which the moves are differences
+    rounding = 1.2e-7 * weights.norm() / whole[1].norm()  # of the weights; the changes are their differences
     assert whole[1].norm() > 0 and relative_error(*whole) <= 3e-5 + rounding
 
 
 class HeadProducts(TorchDispatchMode):
-    """FLOP of the products that have the vocabulary in them."""
+    """Counts the FLOP of products with the vocabulary."""
 
     flops = 0
 
@@ -125,7 +125,7 @@ class HeadProducts(TorchDispatchMode):
 
 @pytest.mark.parametrize(("loss_type", "units"), [("nll", 3), ("dft", 4)])
 def test_products(loss_type: str, units: int, tmp_path: Path) -> None:
-    """Of the labelled tokens alone: 3 u where they are summed, 4 u where each has a factor of its own."""
+    """Only labelled tokens are computed: 3 u if their losses are summed, 4 u if each has its own factor."""
     apply_seqtile_to_trl()
     model, documents = build("llama"), token_documents()
     options = ONE_STEP | {"loss_type": loss_type, "completion_only_loss": True}
@@ -138,7 +138,7 @@ def test_products(loss_type: str, units: int, tmp_path: Path) -> None:
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's kernels, which a simulation cannot run, are taken for operations that read and write the same bytes."""
+    """A simulation cannot run TRL's kernels, so operations that read and write the same bytes replace them."""
     kernels = import_module("trl.kernels.chunked_logprob")
 
     def add(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -154,7 +154,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_beside_trls_own(dtype: torch.dtype, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama-3.1-8B's head and 8,192 labelled tokens, simulated: predicted time on an H200 and bytes beyond d_weight."""
+    """Simulates Llama-3.1-8B's head with 8,192 labelled tokens: predicted H200 time, and bytes other than d_weight."""
     on_a_gpu(monkeypatch)
     tokens, size, vocab = 8192, 4096, 128256
 
@@ -187,7 +187,7 @@ def test_label_smoothing_is_left_to_trl_by_name(tmp_path: Path, monkeypatch: pyt
 
 
 def test_no_label_at_all() -> None:
-    """A batch whose labels are all ignored gives zeros that have a gradient, as in TRL."""
+    """A batch without labels gives zeros that have a gradient, as in TRL."""
     apply_seqtile_to_trl()
     model = build("llama")
     utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))

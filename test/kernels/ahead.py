@@ -1,7 +1,7 @@
-"""Compiles kernels as their launchers launch them, for GPUs that are not there.
+"""Compiles kernels as their launchers launch them, for GPUs that are not present.
 
-Meta tensors stand for what lies on a GPU, with its shapes, strides and alignment; Triton specialises the launch as it
-would there; nothing is launched.
+Meta tensors replace a GPU's tensors, with the same shapes, strides and alignment. Triton specialises the launch as it
+would on the GPU, but launches nothing.
 """
 
 import re
@@ -39,7 +39,7 @@ class Loop(NamedTuple):
 
 
 class Compiled:
-    """A kernel compiled for a target, and what its machine code says."""
+    """A kernel compiled for a target, with statistics from its machine code."""
 
     def __init__(self, function: JITFunction, kernel: Any, num_warps: int) -> None:
         self.name, self.asm, self.num_warps = function.fn.__name__, kernel.asm, num_warps
@@ -53,19 +53,19 @@ class Compiled:
 
     @cached_property
     def usage(self) -> dict[str, int]:
-        """REG: registers a thread; STACK, LOCAL: bytes a thread that spilled; SHARED: bytes a block."""
+        """REG: registers per thread; STACK, LOCAL: spilled bytes per thread; SHARED: bytes per block."""
         said = self._tool("cuobjdump", "-res-usage")
         return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", said)}
 
     @property
     def resident(self) -> int:
-        """How many blocks a multiprocessor has registers and threads for."""
+        """The number of blocks for which a multiprocessor has registers and threads."""
         threads = 32 * self.num_warps
         return min(2048 // threads, REGISTERS // (-(-self.usage["REG"] // 8) * 8 * threads))
 
     @cached_property
     def loops(self) -> list[Loop]:
-        """Those without another inside, in order."""
+        """The innermost loops, in order."""
         labels: dict[str, int] = {}
         instructions: list[str] = []
         for line in self._tool("nvdisasm", "-c").splitlines():
@@ -77,27 +77,27 @@ class Compiled:
         for end, instruction in enumerate(instructions):
             jump = re.search(r"BRA.*?`\((\.L_x_\w+)\)", instruction)
             start = labels.get(jump[1], end) if jump else end
-            if end - start > 5:  # the last of a program jumps to itself
+            if end - start > 5:  # the last loop of a program jumps to itself
                 found.append(Loop(instructions[start : end + 1]))
         return found
 
     @cached_property
     def widest_load(self) -> int:
-        """Bytes that a thread reads from global memory at once."""
+        """Bytes that a thread reads from global memory in one instruction."""
         if "cubin" in self.asm:
             return max(int(bits) for bits in re.findall(r"LDG\.E\.(\d+)", self._tool("nvdisasm", "-c"))) // 8
         return 4 * max(int(n) for n in re.findall(r"(?:global|buffer)_load_dwordx(\d)", self.asm["amdgcn"]))
 
     @property
     def spilled(self) -> int:
-        """Bytes or registers of a thread that are kept in memory."""
+        """Bytes or registers per thread that are spilled to memory."""
         if "cubin" in self.asm:
             return self.usage["STACK"] + self.usage["LOCAL"]
         return sum(int(n) for n in re.findall(r"[vs]gpr_spill_count:\s*(\d+)", self.asm["amdgcn"]))
 
 
 class _Driver:
-    """Says of a GPU that is not there what Triton asks before it compiles."""
+    """Answers Triton's questions about a GPU that is not present."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -106,7 +106,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        """A number of its own for every target: what is compiled is kept by device."""
+        """A separate device number for every target, because compiled kernels are cached by device."""
         return 1000 + list(TARGETS.values()).index(self.target)
 
     def get_current_stream(self, device: int) -> int:
@@ -115,7 +115,7 @@ class _Driver:
 
 @contextmanager
 def launches(target: str) -> Iterator[list[Compiled]]:
-    """Inside, kernels are compiled for `target` instead of launched, and listed."""
+    """Inside, kernels are compiled for `target` and listed instead of launched."""
     found: list[Compiled] = []
 
     def run(self: JITFunction, *arguments: object, grid: object, warmup: bool, **options: Any) -> None:
@@ -136,7 +136,7 @@ def launches(target: str) -> Iterator[list[Compiled]]:
 
 
 def compiled(target: str, launch: Callable[[], object]) -> Compiled:
-    """The one kernel that `launch` launches on meta tensors."""
+    """Returns the one kernel that `launch` launches on meta tensors."""
     with launches(target) as found:
         launch()
     (kernel,) = found

@@ -1,5 +1,5 @@
-"""Every kernel at the shapes of real models, compiled for every GPU generation: nothing is spilled, the 32 lanes of a
-warp load 512 bytes at once, and the loops of the cross-entropy are short."""
+"""Every kernel at the shapes of real models, compiled for every GPU generation: no spills, the 32 lanes of a warp load
+512 bytes at once, and the loops of the cross-entropy are short."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -38,7 +38,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def loss(vocab: int, *given: str, write_grad: bool = True, **options: float) -> Launch:
-    """The cross-entropy of a chunk with what is `given`; its rows lie at multiples of 16 elements, as the loss's do."""
+    """Cross-entropy of a chunk with the `given` vectors. Rows are aligned to 16 elements, as in the loss."""
 
     def launch(dtype: torch.dtype) -> None:
         vectors = {name: empty(ROWS) for name in ("lse", "entropy", "row_scale", "lse_scale", "entropy_scale")}
@@ -55,7 +55,7 @@ def loss(vocab: int, *given: str, write_grad: bool = True, **options: float) -> 
 
 
 def of_two_heads(beta: float, *given: str, write: tuple[bool, bool] = (True, False), **options: float) -> Launch:
-    """The divergence of a chunk of Llama's words, with what is `given`."""
+    """The divergence of a chunk over Llama's vocabulary, with the `given` vectors."""
 
     def launch(dtype: torch.dtype) -> None:
         student, teacher = empty(ROWS, 128_256, dtype=dtype), empty(ROWS, 128_256, dtype=dtype)
@@ -69,7 +69,7 @@ def of_two_heads(beta: float, *given: str, write: tuple[bool, bool] = (True, Fal
 
 
 def forward(width: int, activation: str) -> Launch:
-    """Gate and up side by side, as one product makes them."""
+    """Gate and up side by side, as one product writes them."""
 
     def launch(dtype: torch.dtype) -> None:
         gate, up = empty(ROWS, 2 * width, dtype=dtype).chunk(2, 1)
@@ -177,7 +177,7 @@ DAILY += ("gated_silu", "gated_backward_silu", "norm_4096", "norm_backward_4096"
 def test_nothing_is_spilled_and_loads_are_wide(target: str, name: str, dtype: str) -> None:
     kernel = compiled(target, lambda: LAUNCHES[name](DTYPES[dtype]))
     assert kernel.spilled == 0
-    assert kernel.widest_load >= 16 * 32 // TARGETS[target].warp_size  # of 64 lanes each has half as many elements
+    assert kernel.widest_load >= 16 * 32 // TARGETS[target].warp_size  # with 64 lanes, each reads half as many elements
 
 
 def of_loss(name: str) -> Compiled:
@@ -186,7 +186,7 @@ def of_loss(name: str) -> Compiled:
 
 @pytest.mark.parametrize("name", ["loss_llama", "loss_qwen", "loss_gpt2"])
 def test_loops_of_the_loss(name: str) -> None:
-    """Both passes take 20 instructions an element, no thread waits for another, and a multiprocessor is filled."""
+    """Both passes take 20 instructions per element, no thread waits for another, and a multiprocessor is full."""
     kernel = of_loss(name)
     assert len(kernel.loops) == 2
     assert sum(len(loop.instructions) for loop in kernel.loops) <= 20 * cross_entropy.COLUMNS
@@ -208,7 +208,7 @@ def test_blocks_of_the_norm_that_a_multiprocessor_holds(width: int) -> None:
 
 
 def test_every_kernel_is_launched() -> None:
-    """And no other: a helper that only kernels call has no name that ends like theirs."""
+    """And no other: helpers that only kernels call have no name that ends like a kernel's."""
     existing = {
         value.fn.__name__
         for module in MODULES

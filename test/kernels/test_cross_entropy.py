@@ -21,7 +21,7 @@ OPTIONS = {
 
 
 def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A chunk of products, the slab around it, whose rows are further apart than they are long, and targets."""
+    """A chunk of products, the buffer around it (whose row stride exceeds the row length), and targets."""
     slab = poisoned(rows, vocab + 5, dtype=dtype, device=device)
     products = slab[:, :vocab].copy_(torch.randn(rows, vocab, device=device) * 5)
     target = torch.randint(0, vocab, (rows,), device=device)
@@ -32,7 +32,7 @@ def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[torc
 def reference(
     products: torch.Tensor, target: torch.Tensor, options: LossOptions, vectors: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Losses, log-sum-exp, entropies, the gradient as the kernel leaves it, sums of squares and means."""
+    """Losses, log-sum-exps, entropies, the gradient as the kernel writes it, sums of squares and means."""
     leaf = products.detach().clone().requires_grad_()
     scales = {"logit_scale": options.logit_scale, "softcap": options.softcap, "temperature": options.temperature}
     logits = logits_of(leaf, vectors["bias"], **scales)
@@ -51,7 +51,7 @@ def reference(
 def run(
     products: torch.Tensor, target: torch.Tensor, options: LossOptions = PLAIN, **arguments
 ) -> dict[str, torch.Tensor]:
-    """The kernel's outputs, all of them, in poisoned buffers."""
+    """Returns all of the kernel's outputs, in buffers that were filled with NaN."""
     rows, device = products.shape[0], str(products.device)
     names = ("losses", "lse", "entropy", "squares", *(("mean",) if arguments.get("class_weight") is None else ()))
     outputs = {name: poisoned(rows, dtype=torch.float32, device=device) for name in names}
@@ -116,7 +116,7 @@ def test_losses_alone(device: str) -> None:
     with_gradient = run(products.clone(), target, options, write_grad=True)
     alone, before = poisoned(63, dtype=torch.float32, device=device), products.clone()
     cross_entropy_(products, target, alone, options)
-    # A GPU's compiler may fuse the sums of the two kernels in other ways.
+    # A GPU's compiler may fuse the sums of the two kernels differently.
     torch.testing.assert_close(alone, with_gradient["losses"], rtol=1e-6 if device == "cuda" else 0, atol=0)
     assert products.equal(before)
 
@@ -132,7 +132,7 @@ def test_target_out_of_range_poisons_its_row_alone(outside: int, device: str) ->
 
 
 def test_extreme_logits(device: str) -> None:
-    """A row whose softmax is one-hot, one that is flat, one with masked (-inf) columns."""
+    """A row with a one-hot softmax, a flat row, and a row with masked (-inf) columns."""
     products = torch.zeros(3, 5000, device=device)
     products[0, 4999] = 1e4
     products[2, :4500] = -torch.inf
@@ -148,7 +148,7 @@ def test_extreme_logits(device: str) -> None:
 
 
 def test_logits_far_from_zero(device: str) -> None:
-    """What all logits of a row have in common costs no digits."""
+    """A constant added to all logits of a row costs no precision."""
     products = torch.randn(63, 1000, device=device) + 3000
     target = torch.randint(0, 1000, (63,), device=device)
     truth = reference(products.double(), target, PLAIN, NONE)
@@ -158,7 +158,7 @@ def test_logits_far_from_zero(device: str) -> None:
 
 
 def test_softcap_of_small_and_large_logits(device: str) -> None:
-    """tanh to float32's precision where it cancels (near 0) and where it saturates."""
+    """tanh has float32 precision where it cancels (near 0) and where it saturates."""
     products = torch.logspace(-6, 3, 4000, device=device).repeat(2, 1) * torch.tensor([[1.0], [-1.0]], device=device)
     target = torch.tensor([0, 3999], device=device)
     same, truth = (reference(chunk, target, OPTIONS["softcap"], NONE) for chunk in (products, products.double()))
@@ -167,7 +167,7 @@ def test_softcap_of_small_and_large_logits(device: str) -> None:
 
 
 def test_softcap_where_its_polynomial_ends(device: str) -> None:
-    """tanh to float32's precision on both sides of the place where its Taylor polynomial gives way, 0.25."""
+    """tanh has float32 precision on both sides of 0.25, where its Taylor polynomial ends."""
     products = torch.linspace(0.05, 0.45, 81, device=device)[:, None] * torch.tensor([100.0, -100.0], device=device)
     target = torch.ones(81, dtype=torch.int64, device=device)
     expected = torch.nn.functional.cross_entropy((products.double() / 100).tanh() * 100, target, reduction="none")
@@ -177,7 +177,7 @@ def test_softcap_where_its_polynomial_ends(device: str) -> None:
 
 @pytest.mark.alone
 def test_row_offsets_are_int64(device: str) -> None:
-    """Row 3 begins at element 3 * 2**30 > 2**31. The slab is virtual memory: only four rows of it are touched."""
+    """Row 3 starts at element 3 * 2**30 > 2**31. The buffer is virtual memory: only four rows of it are touched."""
     stride, vocab = 2**30, 1000
     slab = torch.empty(3 * stride + vocab, dtype=torch.bfloat16, device=device)
     products = slab.as_strided((4, vocab), (stride, 1))
@@ -191,7 +191,7 @@ def test_row_offsets_are_int64(device: str) -> None:
 
 @pytest.mark.parametrize("which", ["losses", "everything"])
 def test_the_custom_op_is_sound(which: str, device: str) -> None:
-    """As torch.compile sees it: what it says it writes is what it writes."""
+    """As torch.compile sees it: the op writes exactly the arguments that it declares."""
     products, target = torch.randn(5, 100, device=device), torch.randint(0, 100, (5,), device=device)
     losses, lse, entropy, mean, squares = torch.empty(5, 5, device=device).unbind()
     outputs = (lse, entropy, torch.empty_like(target), mean, squares) if which == "everything" else (None,) * 5

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Options] = {
 
 
 def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A chunk of products of each head, and the slabs around them, whose rows are further apart than they are long."""
+    """A chunk of products of each head, and the buffers around them, whose row stride exceeds the row length."""
     slabs = [poisoned(rows, vocab + extra, dtype=dtype, device=device) for extra in (5, 11)]
     return [slab[:, :vocab].copy_(torch.randn(rows, vocab, device=device) * 3) for slab in slabs], slabs
 
@@ -29,7 +29,7 @@ def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list
 def reference(
     products: list[torch.Tensor], options: Options, biases: list, row_scale: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Divergences, the student's entropies and the gradients as the kernel leaves them."""
+    """Divergences, the student's entropies, and the gradients as the kernel writes them."""
     leaves = [part.detach().clone().requires_grad_() for part in products]
     beta, of_heads = options
     logits = [
@@ -55,7 +55,7 @@ def reference(
 @pytest.mark.parametrize("given", [False, True], ids=["plain", "biases and row scale"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "vocab"), [(33, 1000), (33, 4097)])  # of fewer rows rounding is luck
+@pytest.mark.parametrize(("rows", "vocab"), [(33, 1000), (33, 4097)])  # with fewer rows, rounding errors vary too much
 def test_values_and_gradients(
     rows: int, vocab: int, dtype: torch.dtype, options: Options, given: bool, write: tuple, device: str
 ) -> None:
@@ -82,7 +82,7 @@ def test_values_and_gradients(
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_losses_alone(beta: float, device: str) -> None:
-    """Without gradients the products stay, and the losses are the same."""
+    """Without gradients the products do not change, and the losses are the same."""
     products, _ = inputs(33, 1000, torch.float32, device)
     before = [part.clone() for part in products]
     found = [poisoned(33, dtype=torch.float32, device=device) for _ in range(2)]

@@ -25,7 +25,7 @@ def reference(
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A poisoned slab and three chunks in it, whose rows are further apart than they are long."""
+    """A buffer filled with NaN and three chunks in it, whose row stride exceeds the row length."""
     slab = poisoned(3, rows, width + 3, dtype=dtype, device=device)
     slab[:, :, :width] = torch.randn(3, rows, width, device=device) * 3
     return slab, [slab[i, :, :width] for i in range(3)]
@@ -50,7 +50,7 @@ def test_forward_and_backward(rows: int, width: int, dtype: torch.dtype, activat
 
 @pytest.mark.alone
 def test_row_offsets_are_int64(device: str) -> None:
-    """Row 3 begins at element 3 * 2**30 > 2**31. The slab is virtual memory: only a few rows of it are touched."""
+    """Row 3 starts at element 3 * 2**30 > 2**31. The buffer is virtual memory: only a few rows of it are touched."""
     stride, width = 2**30, 1025
     slab = torch.empty(3 * stride + 3 * width, dtype=torch.bfloat16, device=device)
     gate, up, d_product = (slab[i * width :].as_strided((4, width), (stride, 1)) for i in range(3))

@@ -4,16 +4,17 @@ import torch
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
 from support.assertions import assert_as_exact, poisoned
 
-# Rows of one block and of several, of a power of two and not; heads that lie in a wider row, as beside others.
+# Rows that fill one block or several, with and without a power of two; heads inside a wider row, next to others.
 SHAPES = [(63, 1000), (5, 4097), (63, 3, 128), (17, 5, 80)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EPS = 1e-2  # large enough to show, next to inputs of this size
+EPS = 1e-2  # large enough to matter, relative to inputs of this size
 
 
 def reference(
     x: torch.Tensor, weight: torch.Tensor, d_y: torch.Tensor, add: torch.Tensor | None = None, eps: float = EPS
 ) -> list[torch.Tensor]:
-    """y, d_x (plus `add`) and d_weight of Hugging Face's LlamaRMSNorm, whose float32 is float64 for float64."""
+    """y, d_x (plus `add`) and d_weight of Hugging Face's LlamaRMSNorm, computed in float64 instead of float32 for
+    float64."""
     x, weight = (tensor.detach().clone().requires_grad_() for tensor in (x, weight))
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -23,15 +24,15 @@ def reference(
 
 
 def both(*operands: torch.Tensor | None, eps: float = EPS) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The reference in the dtype of the operands, and the truth."""
+    """The reference in the dtype of the operands, and in float64."""
     return reference(*operands, eps=eps), reference(*(None if o is None else o.double() for o in operands), eps=eps)
 
 
 def inputs(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, count: int = 4
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Poisoned slabs, and a tensor in each whose rows are further apart than they are long, in each by more; of heads,
-    one more lies on either side. The last tensor is NaN."""
+    """Buffers filled with NaN, each with a tensor whose row stride exceeds the row length by a different amount; heads
+    have one extra head on either side. The last tensor is NaN."""
     tokens, *heads, width = shape
     slabs = [poisoned(tokens, sum(heads) + 2, width + 3 + i, dtype=dtype, device=device) for i in range(count)]
     tensors = [slab[:, 1:-1, :width] if heads else slab[:, 0, :width] for slab in slabs]
@@ -41,7 +42,7 @@ def inputs(
 
 
 def poison_left(slabs: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
-    """Whether nothing was written beside the tensors."""
+    """Whether nothing was written outside the tensors."""
     for tensor in tensors:
         tensor.fill_(0)
     return all(s.isnan().sum() == s.numel() - t.numel() for s, t in zip(slabs, tensors, strict=True))
@@ -63,7 +64,7 @@ def test_forward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     assert poison_left(slabs, tensors), "wrote past a row"
 
 
-PLACES = [  # shape, where the gradient goes, whether something is added to it
+PLACES = [  # shape, where the gradient is written, whether something is added to it
     *((shape, "out", False) for shape in SHAPES),
     *((shape, place, True) for shape in SHAPES[:2] for place in ("out", "x", "d_y", "add")),
     *((SHAPES[2], place, False) for place in ("x", "d_y")),
@@ -73,8 +74,8 @@ PLACES = [  # shape, where the gradient goes, whether something is added to it
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "place", "added"), PLACES, ids=str)
 def test_backward(shape: tuple[int, ...], place: str, added: bool, dtype: torch.dtype, device: str) -> None:
-    """Also: it may overwrite what it reads, the weight's gradient is added to what is there, and asking for it or not
-    changes nothing else."""
+    """The output may overwrite an input. The weight's gradient is added to its buffer, and requesting it changes
+    nothing else."""
     slabs, tensors = inputs(shape, dtype, device)
     named = dict(zip(("x", "d_y", "add", "out"), tensors, strict=True))
     x, d_y, out, add = named["x"], named["d_y"], named[place], named["add"] if added else None
@@ -128,7 +129,7 @@ def test_mixed_dtypes(
 
 
 def test_more_rows_than_one_round_of_programs(device: str) -> None:
-    """Four rows a block: the 256 programs of a backward go round twice, the last of them past the end."""
+    """With four rows per block, the 256 programs of a backward loop twice, the last of them past the end."""
     x, d_y = torch.randn(2, 1030, 1000, device=device)
     check(x, torch.randn(1000, device=device), d_y)
 
@@ -136,8 +137,8 @@ def test_more_rows_than_one_round_of_programs(device: str) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("heads", [1, 4])
 def test_offsets_are_int64(heads: int, device: str) -> None:
-    """The last of 4 rows begins at element 3 * 2**30 > 2**31, be they of tokens or of heads. The slab is virtual
-    memory: only a few rows of it are touched."""
+    """The last of 4 rows (of tokens or of heads) starts at element 3 * 2**30 > 2**31. The buffer is virtual memory:
+    only a few rows of it are touched."""
     stride, width = 2**30, 1025
     slab = torch.empty(3 * stride + 4 * width, dtype=torch.bfloat16, device=device)
     shape, strides = ((4, width), (stride, 1)) if heads == 1 else ((1, 4, width), (4 * stride, stride, 1))
@@ -154,14 +155,14 @@ def test_offsets_are_int64(heads: int, device: str) -> None:
 
 
 def test_eps_of_zero(device: str) -> None:
-    """Five rows in blocks of four: those past the end, all zero, have no rms to be divided by."""
+    """Five rows in blocks of four: the all-zero rows past the end have an rms of 0, which must not divide."""
     x, d_y = torch.randn(2, 5, 1000, device=device)
     check(x, torch.randn(1000, device=device), d_y, eps=0.0)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3, 3e4])
 def test_eps_and_extreme_rows(size: float, device: str) -> None:
-    """Zeros, rows to which eps matters, and float16 whose squares float16 does not hold."""
+    """Zeros, rows to which eps matters, and float16 rows whose squares overflow float16."""
     x = (torch.rand(3, 257, device=device) * size).half()
     check(x, torch.randn(257, device=device), torch.randn(3, 257, device=device), eps=1e-6)
 

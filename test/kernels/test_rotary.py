@@ -4,7 +4,7 @@ import torch
 from seqtile.kernels.dispatch import rotary_
 from support.assertions import assert_as_exact, poisoned
 
-# Llama-8B's group of heads and all of them; halves that are no power of two.
+# Llama-8B's group of heads, and all of its heads; halves that are no power of two.
 SHAPES = [(63, 5, 128), (7, 40, 128), (63, 3, 80), (17, 1, 250)]
 FLOAT, HALVES = torch.float32, (torch.bfloat16, torch.float16)
 OF_X_AND_ANGLES = [(FLOAT, FLOAT), (FLOAT, HALVES[0]), *((half, angles) for half in HALVES for angles in (half, FLOAT))]
@@ -21,8 +21,8 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: b
 def inputs(
     shape: tuple[int, int, int], dtype: torch.dtype, angles: torch.dtype, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A poisoned slab, x in it with a head more on either side, cos and sin; rows are further apart than long. The
-    halves of cos and sin differ, to be told apart, and so do their rows' distances."""
+    """A buffer filled with NaN, x in it with an extra head on either side, cos and sin. Row strides exceed row lengths.
+    The halves of cos and sin differ, to tell them apart, and so do their row strides."""
     tokens, heads, width = shape
     slab = poisoned(tokens, heads + 2, width + 3, dtype=dtype, device=device)
     slab[:, 1:-1, :width] = torch.randn(shape, device=device)
@@ -53,8 +53,8 @@ def test_rotary(
 @pytest.mark.alone
 @pytest.mark.parametrize("of_heads", [False, True])
 def test_offsets_are_int64(of_heads: bool, device: str) -> None:
-    """The last row of x, cos and sin begins at element 3 * 2**30 > 2**31, be it of the last token or, as in heads cut
-    from [H, T, K], of the last head. The slabs are virtual memory: only a few rows of them are touched."""
+    """The last row of x, cos and sin starts at element 3 * 2**30 > 2**31: the last token, or the last head if heads are
+    cut from [H, T, K]. The buffers are virtual memory: only a few rows of them are touched."""
     stride, width = 2**30, 130
     slabs = [torch.empty(3 * stride + 4 * width, dtype=torch.bfloat16, device=device) for _ in range(3)]
     strides = (width, stride, 1) if of_heads else (stride, width, 1)

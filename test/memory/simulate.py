@@ -1,5 +1,5 @@
-"""A training step, or an evaluation, of a whole model at full size on tensors without data, and the bytes of a GPU
-alive in it."""
+"""Simulates a training step or an evaluation of a whole model at full size on tensors without data, and counts the live
+bytes of a GPU."""
 
 import sys
 from collections.abc import Callable
@@ -41,7 +41,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 class NormFunction(torch.autograd.Function):
-    """Liger's RMSNorm: it keeps its input."""
+    """Liger's RMSNorm, which saves its input."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, offset, casting_mode, in_place, row_mode):
@@ -56,7 +56,7 @@ class NormFunction(torch.autograd.Function):
 
 
 class RopeFunction(torch.autograd.Function):
-    """Liger's RoPE: in place, both ways."""
+    """Liger's RoPE: in place in both directions."""
 
     @staticmethod
     def forward(ctx, q, k, *positions):
@@ -68,7 +68,7 @@ class RopeFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """Liger's: gate and up are kept, and written over by their gradients."""
+    """Liger's SwiGLU: gate and up are saved, and overwritten by their gradients."""
 
     @staticmethod
     def forward(ctx, gate, up, *multipliers):
@@ -83,13 +83,13 @@ class SwiGLUFunction(torch.autograd.Function):
 
 class Simulated(NamedTuple):
     peak: int
-    """Bytes on a GPU besides weights and optimizer."""
+    """Bytes on a GPU without weights and optimizer."""
     pinned: int
     """Bytes of host memory."""
 
 
 class HostMemory:
-    """In the place of a pool: blocks on the meta device, which are not counted."""
+    """Replaces a pool: blocks on the meta device, which are not counted."""
 
     def __init__(self) -> None:
         self.total = self.free = 0
@@ -104,7 +104,7 @@ class HostMemory:
 
 
 class Copies:
-    """Between it and the GPU."""
+    """Copies between host memory and the GPU."""
 
     device = torch.device("cpu")
 
@@ -119,10 +119,10 @@ class Copies:
 
 
 class Sharded(LiveBytes):
-    """Counts what FSDP2 frees and takes by resizing storages, too."""
+    """Also counts what FSDP2 frees and allocates by resizing storages."""
 
     def resizing(self, real: Callable[[torch.Tensor], None], full: bool) -> Callable[[torch.Tensor], None]:
-        """`real`, which makes a tensor's storage full or empty, counted."""
+        """Wraps `real`, which resizes a tensor's storage to full or empty, with a count."""
 
         def resize(tensor: torch.Tensor) -> None:
             real(tensor)
@@ -147,7 +147,7 @@ def attention(setup: Setup) -> Callable:
 
 
 class WithoutScores(UlyssesFunction):
-    """As `seqtile.sp.attention.ulysses_attention`, around an attention without scores."""
+    """Like `seqtile.sp.attention.ulysses_attention`, with an attention that allocates no scores."""
 
     def __init__(self, ctx: seqtile.sp.SequenceParallel):
         super().__init__()
@@ -167,16 +167,17 @@ class StepsWithoutScores(UlyssesAttention):
 
 
 def apply_ligers_mlps(model: nn.Module, modes: ExitStack) -> None:
-    """Before anything is tiled, as README has it: a sequence of one chunk runs Liger's own forward."""
+    """Applied before tiling, as in README: a sequence of one chunk runs Liger's own forward."""
     modes.enter_context(patch.object(ligers_swiglu, "LigerSiLUMulFunction", SwiGLUFunction))
-    modes.enter_context(patch.object(proof, "mixing_reason", lambda *_: None))  # which tries it on numbers
+    modes.enter_context(patch.object(proof, "mixing_reason", lambda *_: None))  # it would compute with numbers
     for module in [module for module in model.modules() if hasattr(module, "gate_proj")]:
         module.forward = MethodType(ligers_swiglu.LigerSwiGLUMLP.forward, module)
 
 
 def apply_liger(model: nn.Module, modes: ExitStack) -> None:
-    """To what is not tiled: Liger's own forwards of norms and RoPE, which seqtile knows, with other kernels in them."""
-    in_place = not ARCHS[model.config.model_type].norm_after  # else Liger's norm may not write over its gradient
+    """Applies Liger to the untiled parts: Liger's own forwards of norms and RoPE, which seqtile supports, with other
+    kernels."""
+    in_place = not ARCHS[model.config.model_type].norm_after  # else Liger's norm must not overwrite its gradient
     modes.enter_context(patch.object(ligers_norm, "LigerRMSNormFunction", NormFunction))
     modes.enter_context(patch.object(ligers_rope, "dispatch", lambda _, *tensors: RopeFunction.apply(*tensors[:4])))
     modeling = sys.modules[type(model).__module__]
@@ -198,7 +199,7 @@ def apply_liger(model: nn.Module, modes: ExitStack) -> None:
 
 
 def with_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
-    """Puts bitsandbytes' layers in the place of the projections, on the meta device."""
+    """Replaces the projections by bitsandbytes' layers, on the meta device."""
     from bitsandbytes.nn import Linear4bit
 
     for module in list(model.modules()):
@@ -208,17 +209,17 @@ def with_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
                 options = {"compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": True}
                 layer = Linear4bit(child.in_features, child.out_features, bias, **options).to(dtype)
                 setattr(module, name, layer.requires_grad_(False))
-    model.is_loaded_in_4bit = True  # as PEFT asks
+    model.is_loaded_in_4bit = True  # PEFT reads it
 
 
 def quantise(model: nn.Module) -> None:
-    """Makes their weights what a GPU would."""
+    """Quantizes their weights as a GPU would."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # in an evaluation it would pack them for a CPU
+            module.support_avx512bf16_for_cpu = False  # in an evaluation it would pack the weights for a CPU
             weight = module.weight
             blocks = weight.numel() // 64
             scales = QuantState(
@@ -233,7 +234,7 @@ def quantise(model: nn.Module) -> None:
 
 
 def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMemory, rank: int) -> nn.Module:
-    """The model as it would be on one of the GPUs of `setup`."""
+    """Builds the model as it would be on one of the GPUs of `setup`."""
     if setup.gpus > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=setup.gpus)
         modes.callback(dist.destroy_process_group)
@@ -280,8 +281,8 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
 def simulate(
     config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, rank: int = 0, evaluate: bool = False
 ) -> "Simulated":
-    """A step, forward, loss and backward: the most bytes that it allocates, and those it pins. Or an evaluation: its
-    forward and loss, with the cache that the model makes by itself."""
+    """Simulates a step (forward, loss and backward): peak bytes, and pinned bytes. Or an evaluation: forward and loss,
+    with the cache that the model creates by default."""
     with ExitStack() as modes:
         host = HostMemory()
         model = build(config, setup, modes, host, rank).train(not evaluate)

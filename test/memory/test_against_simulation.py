@@ -1,4 +1,4 @@
-"""Plans against simulated steps of whole models at full width: the peaks of live bytes agree to 5 %."""
+"""Plans against simulated steps of whole models at full width: the peaks of live bytes agree within 5 %."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ pytestmark = eager_memory
 K = 1024
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3, "num_attention_heads": 32}
 LLAMA_8B |= {"num_key_value_heads": 8, "vocab_size": 128256, "pad_token_id": 0}
-WIDTHS = {  # where an architecture's own differ from Llama-8B's
+WIDTHS = {  # where an architecture's widths differ from Llama-8B's
     "gemma2": {"hidden_size": 3584, "num_attention_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
     "mixtral": {"num_hidden_layers": 2},
     "qwen3_moe": {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128, "num_key_value_heads": 4}
@@ -36,7 +36,7 @@ QLORA = LORA | {"load_in_4bit": True}
 AUTOCAST = {"autocast": True}
 ACCUMULATE = {"accumulate": True}
 WHOLE = {"batches": "whole"}
-LIMITS = {"cohere": 0.08}  # of its rotary embedding, in autocast, a plan has too little: 7 %
+LIMITS = {"cohere": 0.08}  # under autocast the plan of its rotary embedding is 7 % too low
 FIELDS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "merged", "routed", "float32_routing")
 OTHERS = [name for name, arch in ARCHS.items() if any(getattr(arch, x) != getattr(ARCHS["llama"], x) for x in FIELDS)]
 
@@ -71,14 +71,14 @@ def llama_daily(seq_len: int, **setup: Any) -> Case:
 
 
 def layers(seq_len: int, *parts: dict[str, Any], **setup: Any) -> Case:
-    """Of Llama, where a layer has the peak."""
+    """Steps of Llama whose peak is in a layer."""
     for part in parts:
         setup = part | setup
     return Case("llama", seq_len, SMALL, setup)
 
 
 def sharing(rows: int, seq_len: int, tokens: int, *parts: dict[str, Any], **more: Any) -> Case:
-    """Sequences of Llama's that begin with so many tokens alike."""
+    """Llama steps with sequences that share a prefix of this many tokens."""
     return layers(seq_len, *parts, shared_tokens=tokens)._replace(batch_size=rows, **more)
 
 
@@ -154,13 +154,13 @@ CASES: dict[str, list[Case]] = {
         layers(512 * K, LAYER, over(8)),
         layers(512 * K, LAYER, over(8), HOST, LORA),
     ],
-    "groups_over_gpus": [  # one on its way while attention computes with another
+    "groups_over_gpus": [  # one group in transit while attention computes another
         daily("llama", 256 * K, TWO, LAYER | over(2, head_groups=2, chunk_tokens=16 * K)),
         Case("qwen3", 256 * K, TWO, GROUPS | over(2, chunk_tokens=16 * K)),
         Case("llama", 512 * K, TWO, GROUPS | HOST | LORA | over(4, chunk_tokens=16 * K)),
         Case("llama", 1024 * K, TWO, LAYER | over(8, head_groups=1, chunk_tokens=16 * K)),
     ],
-    "attention_of_a_group": [  # of so small an MLP that it has the peak, as it has at a million tokens
+    "attention_of_a_group": [  # with an MLP so small that attention has the peak, as at a million tokens
         Case(arch, 512 * K, TWO | {"intermediate_size": 2048}, GROUPS | {"chunk_tokens": 64 * K})
         for arch in ("llama", "qwen3")
     ],
@@ -184,11 +184,11 @@ CASES: dict[str, list[Case]] = {
         Case("qwen3", 40 * K, {}, LORA),
         *(daily("llama", 4 * K, SMALL, LORA | setup) for setup in ({"tiles": ()}, {}, {"load_in_4bit": True})),
     ],
-    "many_layers_over_gpus": [  # of short shards: what is gathered, and gradients that wait, outweigh the activations
+    "many_layers_over_gpus": [  # with short shards, gathered weights and waiting gradients outweigh the activations
         Case("llama", 64 * K, {"num_hidden_layers": 24}, HOST | LIGER | over(8, lora_rank=rank)) for rank in (None, 16)
     ],
     "whole_model": [Case("llama", 32 * K, SMOLLM2, a | b) for a in ({}, HOST) for b in ({}, LIGER)],
-    "accumulated": [  # gradients of an earlier batch wait from the forward on
+    "accumulated": [  # gradients of an earlier batch exist from the forward on
         llama_daily(2 * K, **ACCUMULATE),
         llama_daily(8 * K, **ACCUMULATE, tiles=()),
         llama(40 * K, **ACCUMULATE),
@@ -205,7 +205,7 @@ CASES: dict[str, list[Case]] = {
         Case("qwen3", 40 * K, TWO, ACCUMULATE | GROUPS),
         sharing(8, 10 * K, 8 * K, ACCUMULATE),
     ],
-    "heads_that_do_not_divide": [  # 9 heads and 3 of keys
+    "heads_that_do_not_divide": [  # 9 query heads and 3 kv heads
         Case("llama", 24 * K * gpus, UNEVEN, LIGER | over(gpus), gpus == 2) for gpus in (2, 4, 12)
     ],
     "shared_tokens": [
@@ -216,7 +216,7 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 5 * K, 4 * K, {"tiles": ()}, daily=True),
         sharing(8, 10 * K, 8 * K, {"tiles": ("loss",)}),
         sharing(4, 40 * K, 32 * K, HOST, LIGER),
-        sharing(8, 10 * K, 8 * K, LORA, limit=0.09),  # planned too high
+        sharing(8, 10 * K, 8 * K, LORA, limit=0.09),  # the plan is too high
         sharing(8, 10 * K, 8 * K, LORA, LAYER),
         sharing(8, 10 * K, 8 * K, AUTOCAST),
         sharing(4, 5 * K, 4 * K, AUTOCAST, {"tiles": ()}, widths={"vocab_size": 32000}),
@@ -230,7 +230,7 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 10 * K, 8 * K, arch="mixtral", widths=TWO),
         sharing(4, 18 * K, 16 * K, WHOLE, over(2, tiles=()), widths={"vocab_size": 32000}, daily=True),
         sharing(8, 18 * K, 16 * K, WHOLE, over(2), limit=0.06),
-        sharing(8, 18 * K, 16 * K, WHOLE, LORA, over(2), limit=0.09),  # planned too high
+        sharing(8, 18 * K, 16 * K, WHOLE, LORA, over(2), limit=0.09),  # the plan is too high
         sharing(8, 96 * K, 64 * K, WHOLE, over(8)),
         sharing(8, 96 * K, 64 * K, WHOLE, LAYER, over(8)),
         sharing(8, 48 * K, 32 * K, WHOLE, LAYER, over(2, head_groups=2)),
@@ -243,7 +243,7 @@ CASES: dict[str, list[Case]] = {
             for rank in (None, 16)
         ),
         llama(40 * K, **AUTOCAST),
-        daily("llama", 8 * K, {"num_hidden_layers": 12}, AUTOCAST | {"tiles": ()}),  # what is cached has the peak
+        daily("llama", 8 * K, {"num_hidden_layers": 12}, AUTOCAST | {"tiles": ()}),  # the autocast cache has the peak
         layers_daily(8 * K, AUTOCAST),
         layers(40 * K, AUTOCAST, GROUPS),
         layers(40 * K, AUTOCAST, LORA, GROUPS),
@@ -283,7 +283,7 @@ def every_day(cases: list[dict[str, Case]]) -> list[int]:
 )
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_peak(case: Case) -> None:
-    """What is allocated besides weights and optimizer."""
+    """Bytes allocated in addition to weights and optimizer."""
     config = AutoConfig.for_model(case.arch, **LLAMA_8B | WIDTHS.get(case.arch, {}) | case.widths)
     sizes = {"seq_len": case.seq_len, "batch_size": case.batch_size}
     planned = memory.plan(config, **sizes, **case.setup)
@@ -307,14 +307,14 @@ def test_a_batch_of_sequences() -> None:
 
 
 def test_a_bucket_is_all_that_is_added_where_nothing_is_spread() -> None:
-    """A simulation has no reducer: ZeRO-0 is one GPU's step, and the bucket of gradients that are reduced."""
+    """A simulation has no reducer: ZeRO-0 is one GPU's step plus the bucket of gradients being reduced."""
     one = memory.plan("meta-llama/Llama-3.1-8B", seq_len=64 * K)
     many = memory.plan("meta-llama/Llama-3.1-8B", seq_len=64 * K, gpus=8, zero_stage=0)
     assert many.gpu_bytes - one.gpu_bytes == BUCKET * 2 + 2**30
 
 
 def test_host_memory() -> None:
-    """The pinned bytes of a simulated step are those of the plan."""
+    """The pinned bytes of a simulated step equal those of the plan."""
     config = AutoConfig.for_model("llama", **LLAMA_8B | {"num_hidden_layers": 6})
     planned = memory.plan(config, seq_len=16 * K, offload=("activations",))
     assert planned.host == {"inputs": 5 * 16 * K * 4096 * 2}

@@ -1,5 +1,5 @@
-"""The memory of an evaluation in the middle of a training run: its plan against simulated ones of whole models at full
-width, against the plan of a training step, and what of it grows with the length."""
+"""The memory of an evaluation during a training run: its plan against simulations of whole models at full width,
+against the plan of a training step, and its growth with the length."""
 
 from dataclasses import asdict
 
@@ -56,12 +56,12 @@ DAILY = {
     "shared, over GPUs": sharing(8, 18 * K, 16 * K, WHOLE, over(2)),
     "experts": Case("mixtral", 32 * K, SMALL | {"num_hidden_layers": 2}, {}),
 }
-OF_STEPS = {  # all but Liger's norm behind tiled layers, which is not simulated, and norms that Liger does not have
+OF_STEPS = {  # all but Liger's norm after tiled layers, which is not simulated, and norms that Liger lacks
     name: case
     for name, case in ALL.items()
     if not case.setup.get("liger") or (case.arch != "cohere" and "layer" not in case.setup.get("tiles", ()))
 }
-LIMITS = {("gemma3_text", True): 0.13, ("glm4", True): 0.13}  # under autocast what is planned is 12 % too high
+LIMITS = {("gemma3_text", True): 0.13, ("glm4", True): 0.13}  # under autocast the plan is 12 % too high
 
 
 def deviation(case: Case) -> float:
@@ -75,7 +75,7 @@ def deviation(case: Case) -> float:
 
 @pytest.mark.parametrize("case", DAILY.values(), ids=DAILY)
 def test_peak(case: Case) -> None:
-    """What is allocated besides weights and optimizer."""
+    """Bytes allocated in addition to weights and optimizer."""
     assert abs(deviation(case)) <= 0.05
 
 
@@ -84,14 +84,14 @@ def test_peak(case: Case) -> None:
 def test_peak_of_what_steps_are_simulated_of(case: Case) -> None:
     limit = LIMITS.get((case.arch, case.setup.get("autocast", False)), 0.07)
     if case.setup.get("shared_tokens") and case.setup.get("tiles") == ():
-        limit = 0.11  # planned too high
+        limit = 0.11  # the plan is too high
     assert abs(deviation(case)) <= limit
 
 
 @pytest.mark.parametrize("offloaded", [(), ("activations",), memory.OFFLOAD], ids=str)
 @pytest.mark.parametrize("name", TILED)
 def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...]) -> None:
-    """Of tiled models."""
+    """For tiled models."""
     for model, shape in memory.KNOWN.items():
         for gpus in (1, 8):
             try:
@@ -108,8 +108,8 @@ def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...
 
 @pytest.mark.parametrize("setup", [{}, LAYER, GROUPS], ids=["loss and MLP", "layer", "groups"])
 def test_only_hidden_states_grow_with_the_length(setup: dict) -> None:
-    """No logits but a chunk's, and no cache, though nobody asks for none: each token more takes
-    no more than 8 hidden states, in a model of any number of layers."""
+    """No logits except one chunk, and no cache, although nobody disables it: each token adds at most 8 hidden states,
+    whatever the number of layers."""
     peaks = []
     for count in (2, 4):
         config = AutoConfig.for_model("llama", **LLAMA_8B | {"num_hidden_layers": count})
@@ -121,7 +121,7 @@ def test_only_hidden_states_grow_with_the_length(setup: dict) -> None:
 
 
 def test_what_is_on_the_gpu() -> None:
-    """No gradients and no inputs of layers; the weights and the optimizer's state of a step."""
+    """No gradients and no layer inputs, but the weights and the optimizer's state."""
     given = {"seq_len": 64 * K, "gpus": 8, "sequence_parallel": 8}
     step, evaluation = (memory.plan("meta-llama/Llama-3.1-8B", evaluate=x, **given) for x in (False, True))
     for moment in evaluation.moments:
@@ -131,7 +131,7 @@ def test_what_is_on_the_gpu() -> None:
 
 
 def test_the_longest() -> None:
-    """Longer than what can be trained on; with an untiled loss logits bound both."""
+    """Longer than a training step allows; with an untiled loss, logits limit both."""
     name = "meta-llama/Llama-3.1-8B"
     for tiles in ((), ("loss",), ("loss", "mlp"), memory.TILES):
         options = {"optimizer": "sgd", "tiles": tiles}
@@ -147,7 +147,7 @@ def test_wrong_evaluate() -> None:
 
 
 def test_no_gradients_wait() -> None:
-    """Those of a step of several batches are gone by then."""
+    """The gradients of an accumulating step no longer exist."""
     for tiles in ((), memory.TILES):
         step = {"seq_len": 8 * K, "tiles": tiles, "evaluate": True}
         accumulated, plain = (memory.plan("Qwen/Qwen3-4B", **step, accumulate=on) for on in (True, False))

@@ -1,4 +1,4 @@
-"""Plans against what a GPU allocates: within 10 %."""
+"""Plans against a GPU's measured allocations: within 10 %."""
 
 import gc
 
@@ -19,7 +19,7 @@ K = 1024
 @pytest.mark.parametrize("tiles", [(), ("loss",), ("loss", "mlp")], ids="-".join)
 @pytest.mark.parametrize("tokens", [16 * K, 64 * K])
 def test_measured_peaks(tokens: int, tiles: tuple[str, ...], offloaded: bool) -> None:
-    """Four layers of Llama-8B's, in bfloat16, the gradients of an earlier step gone."""
+    """Four layers of Llama-8B in bfloat16, without gradients of an earlier step."""
     config = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,

@@ -1,4 +1,4 @@
-"""What a plan is: read from any configuration, consistent with itself, refused where it cannot be."""
+"""Plans: they accept any configuration, are consistent, and refuse impossible setups."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from support.tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GIB = 2**30
-PARAMETERS = {  # as their model cards have them, in millions
+PARAMETERS = {  # in millions, from the model cards
     "meta-llama/Llama-3.1-8B": 8030,
     "meta-llama/Llama-3.1-70B": 70554,
     "Qwen/Qwen3-0.6B": 596,
@@ -46,7 +46,7 @@ def test_known_by_name(name: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"tie_word_embeddings": True}], ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_parameters(arch: str, changes: dict) -> None:
-    """Of every architecture, from the config alone, as many as the model has."""
+    """For every architecture, the config alone gives the model's number of parameters."""
     config = tiny_config(arch, **changes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -64,7 +64,7 @@ def test_config_json(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_fields_that_a_config_json_leaves_out(arch: str) -> None:
-    """Each of them means what it means to Hugging Face."""
+    """Missing fields mean the same as in Hugging Face."""
     fields = tiny_config(arch, hidden_size=384, num_attention_heads=32).to_dict()
     required = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
     experts = {"num_experts", "num_local_experts"}
@@ -75,7 +75,7 @@ def test_fields_that_a_config_json_leaves_out(arch: str) -> None:
 
 
 def test_a_text_model_in_another() -> None:
-    """Its config.json leaves out what its class knows, as Gemma-3-4B's does."""
+    """Its config.json omits the defaults of its class, as Gemma-3-4B's does."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     shape = memory.shape_of({"model_type": "gemma3", "text_config": text})
     assert replace(shape, inside=None) == replace(memory.shape_of(AutoConfig.for_model(**text)), positions=None)
@@ -108,7 +108,7 @@ def test_the_rule_of_tiles_is_that_of_ops(arch: str) -> None:
 )
 @pytest.mark.parametrize("name", memory.KNOWN)
 def test_longest_is_the_longest(name: str, gpus: int, sequence_parallel: int, offload: tuple[str, ...]) -> None:
-    """On every rung of the ladder it fits, a token more a GPU does not, and nothing turned on makes it shorter."""
+    """On every rung of the ladder it fits, one more token per GPU does not, and no feature makes it shorter."""
     setup = {"gpus": gpus, "sequence_parallel": sequence_parallel, "offload": offload}
     shape = memory.KNOWN[name]
     lengths = []
@@ -151,7 +151,7 @@ def test_what_a_plan_says() -> None:
     [(0, 2, 2, 12), (1, 2, 2, 1.5), (2, 2, 0.25, 1.5), (3, 0.25, 0.25, 1.5)],
 )
 def test_zero(stage: int, weights: float, gradients: float, optimizer: float) -> None:
-    """Bytes a parameter over 8 GPUs; 16 in all over one (ZeRO, 3.1)."""
+    """Bytes per parameter over 8 GPUs; 16 in all over one (ZeRO, 3.1)."""
     plan = memory.plan(LLAMA, seq_len=8, gpus=8, zero_stage=stage)
     embedding, shape = plan.moments[-1].parts, plan.shape
     assert embedding["weights"] == shape.parameters * weights
@@ -181,7 +181,7 @@ def test_host_memory_of_a_node(gpus: int, on_a_node: int) -> None:
     ids=str,
 )
 def test_bytes_a_parameter(setup: dict, weights: int, optimizer: int) -> None:
-    """With AdamW 16, of gradients 2 or 4; layer inputs in host memory have 4 bytes a number under autocast."""
+    """With AdamW 16, of which gradients take 2 or 4; offloaded layer inputs have 4 bytes per element under autocast."""
     plan = memory.plan(LLAMA, seq_len=8192, offload=("activations",), **setup)
     assert plan.peak.parts["weights"] == plan.shape.parameters * weights
     assert plan.peak.parts["optimizer"] == plan.shape.parameters * optimizer
@@ -189,7 +189,8 @@ def test_bytes_a_parameter(setup: dict, weights: int, optimizer: int) -> None:
 
 
 def test_8_bit_adamw() -> None:
-    """Two bytes a parameter, and eight one of an embedding: Trainer asks bitsandbytes for float32 there."""
+    """Two bytes per parameter, and eight per embedding parameter: Trainer configures bitsandbytes to use float32
+    there."""
     tied, untied = "Qwen/Qwen3-4B", LLAMA
     for name, embedding in ((tied, 151_936 * 2560), (untied, 128_256 * 4096)):
         for gpus in (1, 8):
@@ -200,7 +201,7 @@ def test_8_bit_adamw() -> None:
 
 
 def test_adapters() -> None:
-    """Rank 16 over every projection of Llama-3.1-8B has 41.9 million parameters."""
+    """Rank 16 on every projection of Llama-3.1-8B has 41.9 million parameters."""
     plan = memory.plan(LLAMA, seq_len=8, lora_rank=16)
     assert plan.peak.parts["optimizer"] == 41_943_040 * 8, "PEFT's are in float32 and need no other weights"
     assert plan.peak.parts["weights"] == plan.shape.parameters * 2 + 41_943_040 * 4
@@ -211,7 +212,7 @@ def test_adapters() -> None:
 
 
 def test_the_published_ladder() -> None:
-    """ALST's ablation (table 1: Llama-8B, 8 H100 of 80 GB): the same order, each within 40 % of what was measured."""
+    """ALST's ablation (table 1: Llama-8B, 8 H100 of 80 GB): the same order, each within 40 % of the measured value."""
     published = [32_000, 160_000, 1_100_000, 1_200_000, 2_400_000, 3_700_000]
     rungs = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
     planned = [longest.tokens for rung, longest in rungs if not rung.liger and "layer" not in rung.tiles]
@@ -285,7 +286,7 @@ def test_wrong_setups(arguments: dict, message: str) -> None:
 
 
 def test_layers_that_are_tiled_as_a_whole() -> None:
-    """Of the model types that seqtile knows to tile so, and of no other; by as many groups of heads as it makes."""
+    """For exactly the model types that seqtile tiles so, with the number of head groups that it uses."""
     assert all(memory.shape_of(tiny_config(name)).tiles_whole == arch.layer for name, arch in ARCHS.items())
     fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     fields |= {"num_key_value_heads": 4, "vocab_size": 100}
@@ -370,7 +371,7 @@ def test_a_setup_can_be_changed() -> None:
 
 
 def test_the_weights_of_4_bits() -> None:
-    """Those of a real model of bitsandbytes', its tables of codes aside."""
+    """Equal to a real bitsandbytes model's weights, without its code tables."""
     bnb = pytest.importorskip("bitsandbytes")
     config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=1, vocab_size=500)
     model = LlamaForCausalLM(config).bfloat16()
@@ -396,7 +397,7 @@ def test_liger_has_norms_for_them() -> None:
 
 
 def test_whole_batches_over_gpus() -> None:
-    """Ids, labels and positions of all tokens on every GPU, and of a model of images the embeddings."""
+    """Ids, labels and positions of all tokens on every GPU, and for an image model the embeddings."""
     text = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
     text |= {"intermediate_size": 2816, "vocab_size": 32000}
     length, setup = 2**17, {"gpus": 4, "sequence_parallel": 4}
@@ -412,8 +413,8 @@ def test_whole_batches_over_gpus() -> None:
 
 
 def test_shared_tokens() -> None:
-    """Eight sequences of 32,000 tokens that begin with 30,000 alike are 46,000 tokens: of which layers keep their
-    inputs, of one GPU or of four."""
+    """Eight sequences of 32,000 tokens with a shared prefix of 30,000 are 46,000 tokens, whose layer inputs are kept,
+    on one GPU or on four."""
     given = {"seq_len": 32_000, "batch_size": 8, "offload": ("activations",), "batches": "whole"}
     for gpus in (1, 4):
         over = given | {"gpus": gpus, "sequence_parallel": gpus}
@@ -431,21 +432,21 @@ def test_shared_tokens() -> None:
 
 
 def test_calls_of_attention_with_shared_tokens() -> None:
-    """Each query once, with the keys of its own sequence; in no call more keys than there are queries."""
+    """Each query once, with the keys of its own sequence; no call has more keys than there are queries."""
     assert Batch(8, 32_000, 30_000, 1).calls() == [(30_000, 30_000), *[(2_000, 32_000)] * 8]
     assert Batch(4, 1200, 200, 1).calls() == [(3200, 3800), (1000, 1200)]
     assert Batch(8, 10, 8, 3).calls() == [(10, 18), (4, 20), (4, 20), (4, 20), (2, 10)]
 
 
 def test_tokens_that_a_gpu_computes() -> None:
-    """Rows of a prompt that four GPUs share: the first has all of it; of labels it has none."""
+    """With a prompt shared over four GPUs, the first GPU has all of it and none of its labels."""
     assert Batch(8, 40, 24, 1)[:] == (8, 40, 24, 1)
     prompt = Batch(8, 40, 32, 4)
     assert (prompt.tokens, prompt.labelled) == (24, 24)
 
 
 def test_the_longest_with_shared_tokens() -> None:
-    """It fits and a longer one does not; where not even a token more than is shared fits, it is 0."""
+    """It fits and a longer one does not; it is 0 if not even one token beyond the shared ones fits."""
     given = {"batch_size": 8, "gpus": 2, "sequence_parallel": 2, "batches": "whole", "shared_tokens": 30_000}
     given |= {"offload": ("activations", "optimizer", "weights")}
     found = memory.longest(LLAMA, **given)

@@ -1,4 +1,4 @@
-"""`seqtile plan` of a model type that it has no formula for: its own code, run without data."""
+"""`seqtile plan` for a model type without a formula runs the model's own code without data."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ TILES = {name: FEATURES[name].changes["tiles"] for name in ("nothing", "loss", "
 @pytest.mark.full("10 s each; the others go through the same lines", but=("llama",))
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_where_there_is_a_formula_too(model_type: str) -> None:
-    """Most of the layers are not run, and 300,000 tokens are more than the simulation has."""
+    """Most layers do not run, and 300,000 tokens are more than the simulation uses."""
     config = CONFIG_MAPPING[model_type](**SIZES)
     steps: list[str] = []
     simulation = Simulation(model_classes(model_type)[0], config, Setup(), steps.append)
@@ -53,7 +53,7 @@ def test_where_there_is_a_formula_too(model_type: str) -> None:
         longest = simulation.longest(setup, batch_size=2).tokens
         assert bytes_of(2 * longest) <= 2**30 < bytes_of(2 * longest + 2)
         if name == "loss, MLP, layer" and model_type == "gemma2":
-            continue  # which the formulas do not have
+            continue  # the formulas do not have them
         parts = memory.plan(config.to_dict(), seq_len=300_000, tiles=tiles).peak.parts
         planned = sum(size for part, size in parts.items() if part not in ("weights", "optimizer", "reserved"))
         assert bytes_of(300_000) == pytest.approx(planned, rel=0.05), name

@@ -1,4 +1,4 @@
-"""Models with whole layers tiled, sequences for them, and what is compared."""
+"""Models with whole layers tiled, sequences for them, and comparisons."""
 
 import copy
 
@@ -27,7 +27,7 @@ def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def packed(*lengths: int) -> dict[str, torch.Tensor]:
-    """Documents one after the other, told by their positions; whether a cache is made is left to the model."""
+    """Packed documents, separated by their positions. The model decides whether to make a cache."""
     ids = torch.randint(5, WORDS - 5, (1, sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
@@ -40,7 +40,7 @@ def tiled_copy(model: nn.Module, head_groups: int | str | None = None, **options
 
 
 def tiled_model(arch: str, on_classes: bool = False, **options: object) -> nn.Module:
-    """One that is tiled, alone or by its classes."""
+    """A tiled model: the model alone, or built of tiled classes."""
     options = {"chunk_tokens": CHUNK} | options
     if on_classes:
         getattr(seqtile, f"apply_seqtile_to_{arch}")(**options)
@@ -55,7 +55,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def assert_equal(ours: tuple, theirs: tuple, loss: float = 1e-6, gradients: float = 1e-5) -> None:
-    """Two results of loss_and_gradients, to relative errors of so much."""
+    """Asserts that two results of loss_and_gradients are equal within these relative errors."""
     assert (error := relative_error(ours[0], theirs[0])) <= loss, f"loss: relative error {error:.1e}"
     assert ours[1].keys() == theirs[1].keys()
     for name, gradient in theirs[1].items():
@@ -67,7 +67,7 @@ def assert_equal(ours: tuple, theirs: tuple, loss: float = 1e-6, gradients: floa
 
 
 def assert_same_step(ours: nn.Module, theirs: nn.Module, batch: dict, reentrant: bool | None = None) -> None:
-    """Two models have the same loss and gradients of a batch, under a kind of checkpointing if one is given."""
+    """Asserts that two models have the same loss and gradients for a batch, with the given checkpointing if any."""
     for model in (ours, theirs):
         checkpointing(model, reentrant)
     assert_equal(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))

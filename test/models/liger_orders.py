@@ -1,13 +1,13 @@
 """The orders in which Liger and seqtile can be applied, and the package that then computes each part of a model.
 
-python -m models.liger_orders, in test/, prints the table of them in docs/compatibility.md.
+python -m models.liger_orders, in test/, prints their table in docs/compatibility.md.
 """
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
 TOOK = "liger_kernel took it back"
-# "build" a model; "liger" or "seqtile" on the classes; "liger model" or "seqtile model" on that model, where Liger also
-# exchanges the MLP and norm classes. Then: who computes loss, MLPs and norms of that model, who those of one that is
-# built after all, and what status says of a part that seqtile was applied to and does not run.
+# "build" builds a model; "liger" or "seqtile" patch the classes; "liger model" or "seqtile model" patch that model,
+# where Liger also replaces the MLP and norm classes. Then: the packages that compute the loss, MLPs and norms of that
+# model and of a model built at the end, and what status says of a part that seqtile was applied to and does not run.
 ORDERS = {
     "liger, seqtile, build": [(SEQTILE, SEQTILE, LIGER), (SEQTILE, SEQTILE, LIGER), None],
     "seqtile, liger, seqtile, build": [(SEQTILE, SEQTILE, LIGER), (SEQTILE, SEQTILE, LIGER), None],
@@ -31,7 +31,7 @@ _NAMES = {SEQTILE: "seqtile", LIGER: "Liger", HF: "Hugging Face"}
 
 
 def table() -> str:
-    """Returns the orders as docs/compatibility.md has them, those first in which loss and MLPs are tiled."""
+    """Returns the orders as in docs/compatibility.md, starting with those in which loss and MLPs are tiled."""
     rows = ["| order | loss | MLP | norms |", "| --- | --- | --- | --- |"]
     for order, (ran, _, _) in sorted(ORDERS.items(), key=lambda item: item[1][0][:2] != (SEQTILE, SEQTILE)):
         *parts, norms = (_NAMES[package] for package in ran)

@@ -1,4 +1,4 @@
-"""Copies of tiled models and of their modules compute with what is theirs, and are restored by themselves."""
+"""Copies of tiled models and of their modules use their own weights, and can be restored by themselves."""
 
 import copy
 import gc
@@ -38,7 +38,8 @@ def doubled(module: nn.Module) -> nn.Module:
 
 
 def with_module(path: str) -> Callable[[nn.Module], nn.Module]:
-    """A copy of the model in which everything on the way to a module is a shallow copy, and its weight is doubled."""
+    """A copy of the model in which every module on the path to one module is a shallow copy, and that module's weight
+    is doubled."""
     *way, last = path.split(".")
 
     def change(model: nn.Module) -> nn.Module:
@@ -52,7 +53,7 @@ def with_module(path: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def replica(model: nn.Module) -> nn.Module:
-    """DataParallel puts parameters and children back into its replicas by itself."""
+    """A replica as DataParallel makes it, which sets the parameters and children of its replicas by itself."""
     source = with_module("lm_head")(model)
     copied = source._replicate_for_data_parallel()
     copied._parameters, copied._modules = source._parameters, source._modules
@@ -116,7 +117,7 @@ class OddMLP(LlamaMLP, metaclass=Odd):
 
 @of_parts_or_layers
 def test_pickles(layer: bool) -> None:
-    """Through pickle and torch.save a model comes back untiled, of the classes that it was of."""
+    """After pickle or torch.save, a model is untiled and has its original classes."""
     model = build("llama")
     model.model.layers[0].mlp.__class__ = OddMLP
     truth = loss_and_gradients(model, **(batch := whole(101)))
@@ -133,7 +134,7 @@ def test_pickles(layer: bool) -> None:
 
 @of_parts_or_layers
 def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
-    """And nothing holds on to the classes that modules had while they were tiled."""
+    """And nothing keeps a reference to the classes that modules had while they were tiled."""
     model = build("llama")
     batch, before = whole(101), [sorted(vars(module)) for module in model.modules() if module is not model]
     model(**batch).loss.backward()
@@ -150,20 +151,20 @@ def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
 
 
 def test_modules_of_a_class_stay_of_one_class() -> None:
-    """By which Accelerate finds the layers that FSDP is to wrap."""
+    """Accelerate finds the layers for FSDP by their class."""
     model = tiled_model("llama", layer=True)
     assert len({(type(layer), type(layer.mlp)) for layer in model.model.layers}) == 1
 
 
 def derived(model: nn.Module, **names: str) -> None:
-    """Every layer is of a class of its own, as FSDP2 makes it."""
+    """Gives every layer its own class, as FSDP2 does."""
     for layer in model.model.layers:
         layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), names)
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | None) -> None:
-    """As FSDP2 derives one; its checkpointing goes on."""
+    """FSDP2 derives such a class; its checkpointing continues."""
     model = build("llama")
     truth = loss_and_gradients(model, **(batch := whole(101)))
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
@@ -177,7 +178,7 @@ def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | 
     assert_equal(loss_and_gradients(model, **batch), truth)
     assert len(runs) == (1 if reentrant is None else 2)
     hook.remove()
-    for chunk_tokens in (7, 9):  # of the second class, and of a third above it
+    for chunk_tokens in (7, 9):  # for the second class, and for a third above it
         seqtile.apply_seqtile(model, layer=True, chunk_tokens=chunk_tokens)
         assert seqtile.status(model).layer.chunk_tokens == (chunk_tokens,)
         assert_equal(loss_and_gradients(model, **batch), truth)
@@ -187,7 +188,7 @@ def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | 
 
 @on_model_or_classes
 def test_other_options_below_a_class_that_another_library_derived(on_classes: bool) -> None:
-    """Under checkpointing, as transformers wraps such a class's forward once more, a layer runs twice, no more."""
+    """Under checkpointing a layer runs only twice, although transformers wraps such a class's forward again."""
     batch, calls = whole(101), []
     model = tiled_model("llama", on_classes, layer=True)
     truth = loss_and_gradients(model, **batch)
@@ -209,7 +210,7 @@ def test_other_options_below_a_class_that_another_library_derived(on_classes: bo
 
 
 def test_models_in_threads() -> None:
-    """Each tiles a copy of one model with options of its own, trains it and restores it."""
+    """Each thread tiles a copy of one model with its own options, trains it and restores it."""
     shared = build("llama")
     batch = whole(101)
     truth = loss_and_gradients(copy.deepcopy(shared), **batch)

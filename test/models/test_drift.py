@@ -1,6 +1,6 @@
-"""The code of Hugging Face's that `decoder_layer` and the tiled loss were written for is still what it was.
+"""The Hugging Face code for which `decoder_layer` and the tiled loss were written has not changed.
 
-Everything else is recognised where it is met, by its source, see test_forms.py.
+All other code is recognised by its source when it is met, see test_forms.py.
 """
 
 import ast
@@ -36,7 +36,7 @@ def test_the_loss() -> None:
 
 @pytest.mark.parametrize("name", _LAYERS)
 def test_layer_forward(name: str) -> None:
-    """A layer of Llama's shape is norm, attention, norm, MLP, one after the other."""
+    """A layer of Llama's shape runs norm, attention, norm, MLP in sequence."""
     lines = lines_of(name)
     if scale := _LAYERS[name]:
         assert sum(line.count(f" * self.{scale}") for line in lines) == 2
@@ -52,7 +52,7 @@ def test_layer_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", _ATTENTIONS)
 def test_attention_forward(name: str) -> None:
-    """Of itself it uses what a tiled layer knows of, and nothing else."""
+    """It uses only attributes that a tiled layer supports."""
     text, form = "\n".join(lines_of(name)), _ATTENTIONS[name]
     used = {
         node.attr

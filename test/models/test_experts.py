@@ -1,5 +1,5 @@
-"""A mixture's experts: Hugging Face's implementations, 4 bits, routes that leave experts out, what a router records;
-and the order in which gradients of parts in chunks arrive."""
+"""A mixture's experts: Hugging Face's implementations, 4 bits, routes that skip experts, a router's records; and the
+order in which gradients of chunked parts arrive."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ from support.training import with_lora
 
 
 def test_grouped_mm_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The implementation that is set is what a chunk is computed by."""
+    """A chunk is computed by the implementation that is set."""
     untiled = build("mixtral", experts_implementation="grouped_mm")
     tiled, batch, calls = tiled_copy(untiled), batch_of(1, 3 * CHUNK + 7), []
     expected = loss_and_gradients(untiled, **batch)
@@ -36,7 +36,7 @@ def test_grouped_mm_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_experts_of_4_bits(reentrant: bool | None) -> None:
-    """Those of bitsandbytes, under adapters of the attention."""
+    """bitsandbytes' experts, with adapters on the attention."""
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
     pytest.importorskip("peft")
     model = build("mixtral", hidden_size=64, intermediate_size=128).requires_grad_(False)
@@ -64,7 +64,7 @@ def test_experts_of_mxfp4_are_left_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_experts_without_tokens_get_no_gradient(reentrant: bool | None) -> None:
-    """As untiled: zeros would be a gradient for an optimizer with weight decay."""
+    """As untiled: an optimizer with weight decay would use gradients of zeros."""
     untiled = small_model(model_classes("longcat_flash")[0], CONFIG_MAPPING["longcat_flash"]()).train()
     for experts in experts_in(untiled):  # all tokens go to an expert that returns its input
         experts.register_forward_pre_hook(
@@ -81,7 +81,7 @@ def test_experts_without_tokens_get_no_gradient(reentrant: bool | None) -> None:
 
 
 class Rows(TorchDispatchMode):
-    """How many rows the products with results of a given width have."""
+    """Counts the rows of products whose results have a given width."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -95,7 +95,7 @@ class Rows(TorchDispatchMode):
 
 
 def test_router_logits_are_recorded_chunk_by_chunk() -> None:
-    """By no layer that runs untiled for them."""
+    """No layer runs untiled to record them."""
     model = build("mixtral", num_local_experts=5, output_router_logits=True)
     seqtile.apply_seqtile(model, layer=True, loss=False, chunk_tokens=CHUNK, check=False)
     with Rows(5) as products:
@@ -115,7 +115,8 @@ ORDERED |= {"mixture, layers": (lambda: build("mixtral"), True), "gemma2": (lamb
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("name", ORDERED)
 def test_gradients_arrive_in_the_order_of_an_untiled_backward(name: str, reentrant: bool | None) -> None:
-    """Buckets of ZeRO-1 and -2 are filled in this order, which must be the same on a rank whose sequence fits."""
+    """ZeRO-1 and -2 fill their buckets in this order, which must be the same on a rank whose sequence fits in a
+    chunk."""
     make, layer = ORDERED[name]
     untiled = make()
     if hasattr(untiled, "enable_input_require_grads"):

@@ -1,4 +1,5 @@
-"""The families that people train now, each in the ways in which it is trained: as untiled, all parts tiled."""
+"""The model families that people train now, in their usual settings: with all parts tiled they compute the same as
+untiled."""
 
 import copy
 from functools import partial
@@ -54,7 +55,7 @@ def gradients(model: nn.Module, **inputs: torch.Tensor) -> dict[str, torch.Tenso
 
 
 def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of every tensor relative to its norm, or to a millionth of all of them."""
+    """The error of every tensor, relative to its norm or to a millionth of the norm of all."""
     assert found.keys() == truth.keys()
     least = 1e-6 * max(tensor.norm() for tensor in truth.values())
     return {name: float((found[name] - true).norm() / max(true.norm(), least)) for name, true in truth.items()}
@@ -64,12 +65,12 @@ tiled_copy = partial(layered.tiled_copy, chunk_tokens=CHUNK)
 
 
 def assert_same(model: nn.Module, tiled: nn.Module, nudged: Any = None, use_cache: Any = False, **inputs: Any) -> None:
-    """`nudged` is another such model, where one cannot be copied; `use_cache` is for the tiled one."""
+    """`nudged` is another such model, for models that cannot be copied; `use_cache` is for the tiled one."""
     truth, nudged = gradients(model, **inputs), nudged or copy.deepcopy(model)
     with torch.no_grad():
         for weight in nudged.parameters():
             weight.mul_(1 + 2**-23)
-    ill = errors(gradients(nudged, **inputs), truth)  # what an ulp of the weights does to a gradient
+    ill = errors(gradients(nudged, **inputs), truth)  # the effect of one ulp of the weights on a gradient
     for name, error in errors(gradients(tiled, **inputs, use_cache=use_cache), truth).items():
         assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
 
@@ -78,8 +79,8 @@ def assert_same(model: nn.Module, tiled: nn.Module, nudged: Any = None, use_cach
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_all_parts(model_type: str, reentrant: bool | None) -> None:
-    """Of three documents, told apart by their positions, also where the config asks for a cache, as Hugging Face's do;
-    applied, and taken off again."""
+    """Three documents, separated by their positions, also if the config requests a cache as Hugging Face's do; applied,
+    and removed again."""
     model, inputs = made(model_type), packed(11, 3, 26)
     inputs["labels"] = inputs["labels"].masked_fill(torch.rand(1, 40) < 0.3, -100)
     for module in model.modules():
@@ -118,7 +119,7 @@ def test_lora(model_type: str, when: str) -> None:
 
 
 def test_image_tokens() -> None:
-    """A model of images and text, given an image."""
+    """A model of images and text, with an image."""
     model = made("qwen3_vl")
     config, vision = model.config, model.config.vision_config
     patches = torch.randn(16, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
@@ -133,7 +134,7 @@ def test_image_tokens() -> None:
 @pytest.mark.full(EACH, but=("solar_open",))
 @pytest.mark.parametrize("model_type", ["kimi_k25", "solar_open", "deepseek_v3"])
 def test_no_shared_expert(model_type: str) -> None:
-    """Hugging Face's code then makes an MLP of no width."""
+    """Hugging Face's code then makes an MLP of width 0."""
     changes = {"n_shared_experts": 0}
     model = made(model_type, **{"text_config": changes} if model_type == "kimi_k25" else changes)
     tiled = tiled_copy(model, layer=False)
@@ -144,7 +145,8 @@ def test_no_shared_expert(model_type: str) -> None:
 
 @pytest.mark.parametrize("has_run", [False, True])
 def test_tensors_of_a_graph_on_modules(has_run: bool) -> None:
-    """RecurrentGemma keeps such, which cannot be copied; its layers with attention are tiled, the others not."""
+    """RecurrentGemma keeps such tensors, which cannot be copied. Its layers with attention are tiled, the others are
+    not."""
     model, tiled, inputs = made("recurrent_gemma"), made("recurrent_gemma"), batch()
     for one in (model, tiled) if has_run else ():
         gradients(one, **inputs)
@@ -165,7 +167,7 @@ PARAMETRISED += [(orthogonal, "model.layers.0.mlp.gate_proj")]
 @pytest.mark.parametrize("what", PARAMETRISED, ids=lambda case: f"{case[0].__name__}-{case[1]}")
 @pytest.mark.parametrize("model_type", ["llama", "olmo2"])
 def test_weights_computed_anew(model_type: str, what: tuple, layer: bool, reentrant: bool | None) -> None:
-    """At every forward, by torch.nn.utils.parametrizations."""
+    """torch.nn.utils.parametrizations computes them in every forward."""
     parametrise, place = what
     model = made(model_type, tie_word_embeddings=False)
     parametrise(model.get_submodule(place))

@@ -1,4 +1,4 @@
-"""The first training step compares itself with the untiled model: it finds what is wrong, and leaves no trace."""
+"""The first training step compares itself with the untiled model: it finds errors, and has no side effects."""
 
 import copy
 import random
@@ -42,18 +42,18 @@ def put_mixing_activation(model: nn.Module, _: object = None) -> None:
 
 
 def gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every leaf's hooks run once a chunk, and once more at the end."""
+    """Every leaf's hooks run once per chunk, and once more at the end."""
     monkeypatch.setattr(tiled, "gradients_of", partial(torch.autograd.grad, allow_unused=True))
 
 
 def larger_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is called chunk by chunk gets gradients that are a tenth too large."""
+    """Parts that run chunk by chunk get gradients that are a tenth too large."""
     right = tiled.gradients_of
     monkeypatch.setattr(tiled, "gradients_of", lambda *args: [None if g is None else 1.1 * g for g in right(*args)])
 
 
 def overwrite_main_grads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a `main_grad` held before is lost."""
+    """The previous value of a `main_grad` is lost."""
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
     begin = linear.WeightGrad.__init__
@@ -67,18 +67,18 @@ def overwrite_main_grads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def make_a_cache(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one, which Hugging Face's config asks for, packed documents are not told apart."""
+    """With a cache, which Hugging Face's config requests, packed documents are not separated."""
     for base in base_models_of(model):
         unplace(base)
 
 
 def last_chunk_of(heads: torch.Tensor) -> torch.Tensor:
-    """Keys or values [B, H, S, K], each chunk of which is as the last one, of three tokens in the comparison."""
+    """Keys or values [B, H, S, K] in which every chunk (three tokens in the comparison) equals the last one."""
     return heads[:, :, heads.shape[2] - 3 + torch.arange(heads.shape[2]) % 3]
 
 
 def share(of_heads: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
-    """Keys and values that later layers are given are something else than what the layer's attention was given."""
+    """Later layers get other keys and values than this layer's attention."""
 
     def spoil(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         whole = any_layer._LayerCall.whole_written
@@ -92,19 +92,19 @@ def share(of_heads: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
 
 
 def share_by_chunks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk writes its keys and values into the dict that the layer was given, and reads those of the last."""
+    """Each chunk writes its keys and values into the layer's dict, and reads those of the previous one."""
     monkeypatch.setattr(layer_arguments, "copy", SimpleNamespace(copy=lambda leaf: leaf))
     monkeypatch.setattr(layer_arguments, "tree_leaves", lambda tree: [])
     monkeypatch.setattr(layer_arguments.ChunkArguments, "written", lambda self: {})
 
 
 class Wrong(NamedTuple):
-    """A model, and what is spoiled after it was tiled."""
+    """A model, and the defect planted after tiling it."""
 
     built: Callable[[], nn.Module]
     options: dict
     spoil: Callable[[nn.Module, pytest.MonkeyPatch], None]
-    named: str  # what the error says, a pattern
+    named: str  # a pattern of the error's message
     batch: Callable[[], dict] = partial(batch_of, 2, 61)
 
 
@@ -128,7 +128,7 @@ WRONG: dict[str, Wrong] = {
 }
 
 
-DAILY = ["*[!k]-torch.float32", "*of a mixture-torch.bfloat16"]  # not the one of the last chunk, of 6 s
+DAILY = ["*[!k]-torch.float32", "*of a mixture-torch.bfloat16"]  # without the last-chunk case, which takes 6 s
 
 
 @pytest.mark.full("a second each", but=DAILY)
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeyp
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert re.search(wrong.named, str(error.value)), str(error.value)
-    with pytest.raises(ValueError, match="Nothing was trained"):  # asked again at the next forward
+    with pytest.raises(ValueError, match="Nothing was trained"):  # raised again at the next forward
         model(**batch)
 
 
@@ -157,14 +157,14 @@ def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeyp
     ids=str,
 )
 def test_how_far_a_loss_may_be_off(dtype: torch.dtype, off: float, found: bool) -> None:
-    """PyTorch's cross-entropy of bfloat16 logits on a CPU rounds on its way; of float32 logits it does not."""
+    """On a CPU, PyTorch's cross-entropy rounds intermediate results for bfloat16 logits, but not for float32 ones."""
     loss = torch.tensor([3.5])
     untiled, tiled = {"loss": loss.to(dtype)}, {"loss": (loss * (1 + off)).to(dtype)}
     assert (difference(untiled, tiled, untiled, torch.finfo(torch.bfloat16).eps) is not None) == found
 
 
 def test_a_part_that_fails_is_not_trained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A defect that shows as an error at most lengths; at a multiple of a chunk it would train, wrong."""
+    """At most lengths the defect raises an error; at a multiple of a chunk it would train wrong."""
     checked, unchecked = (tiled_copy(built("gemma4"), chunk_tokens=8, layer=True, check=c) for c in (True, False))
     share_by_chunks(checked, monkeypatch)
     batch = packed(40)
@@ -247,7 +247,7 @@ def test_nothing_is_compared_without_values_or_with_a_compiler() -> None:
         unfilled = type(model)(model.config).train()
     seqtile.apply_seqtile(unfilled, chunk_tokens=CHUNK)
     ids = torch.zeros(1, 61, dtype=torch.int64, device="meta")
-    unfilled(input_ids=ids, labels=ids, use_cache=True)  # without one Hugging Face reads positions
+    unfilled(input_ids=ids, labels=ids, use_cache=True)  # without a cache Hugging Face reads positions
     assert "hold no values" in outcome_of(unfilled)
 
 
@@ -276,7 +276,7 @@ def test_tokens_are_chosen_about_what_differs() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"mlp": False}, {"loss": False, "layer": True}, {"layer": True}], ids=str)
 def test_packed_documents_with_the_cache_that_configs_ask_for(options: dict) -> None:
-    """What is tiled makes none, and so tells the documents apart: as the untiled model does without."""
+    """Tiled parts make no cache, and therefore separate the documents, as the untiled model does without a cache."""
     model, batch = build("llama"), packed(40, 50)
     batch["labels"] = batch["input_ids"]
     tiled = copy.deepcopy(model)

@@ -1,5 +1,5 @@
-"""The first training step's comparison raises no alarm where nothing is wrong: every type of Hugging Face's, as it is
-trained in each precision."""
+"""The first training step's comparison raises no false alarm, for every Hugging Face model type in each training
+precision."""
 
 import re
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from seqtile.models.first_step import outcome_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.small import WORDS, small_model
 
-PRECISIONS = {  # the dtype of the weights, and that of autocast
+PRECISIONS = {  # the dtype of the weights, and of autocast
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
     "float16": (torch.float16, None),
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiled(model_type: str, layer: bool) -> PreTrainedModel | None:
-    """A small model of a type, with all parts tiled that can be; None if it has none, or layer is asked for and it has
-    no such layer."""
+    """A small model of a type with all possible parts tiled; None if it has none, or if `layer` is True and no layer
+    can be."""
     try:
         model = small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())
     except Exception as error:
@@ -42,7 +42,7 @@ def tiled(model_type: str, layer: bool) -> PreTrainedModel | None:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Two rows, the second padded at its end, the first tokens of each not to be predicted."""
+    """Two rows, the second padded at its end; the first tokens of each have no labels."""
     ids = torch.randint(5, WORDS - 5, (2, 31))
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[:, :9], labels[1, 24:], mask[1, 24:] = -100, -100, 0
@@ -50,7 +50,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def step(model: nn.Module, autocast: torch.dtype | None) -> None:
-    """A forward and a backward, in float16 of a loss that is scaled."""
+    """A forward and a backward; in float16 with a scaled loss."""
     scaler = torch.amp.GradScaler("cpu", enabled=autocast == torch.float16)
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
         loss = model(**batch()).loss
@@ -65,7 +65,7 @@ EVERY_DAY += ("llama-float16", "qwen3_moe-float32", "granite-bfloat16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model_type", model_types())
 def test_no_false_alarm(model_type: str, precision: str) -> None:
-    """The loss with MLPs, and whole layers besides."""
+    """The loss with MLPs, and also whole layers."""
     dtype, autocast = PRECISIONS[precision]
     compared = 0
     for layer in (False, True):
@@ -76,7 +76,7 @@ def test_no_false_alarm(model_type: str, precision: str) -> None:
             step(model, autocast)
         except Exception as error:
             seqtile.restore(model)
-            with pytest.raises(type(error), match=re.escape(str(error)[:60])):  # untiled it cannot be trained so either
+            with pytest.raises(type(error), match=re.escape(str(error)[:60])):  # untiled it cannot be trained either
                 step(model, autocast)
             continue
         compared += "equal the untiled model's up to rounding" in outcome_of(model)

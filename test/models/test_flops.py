@@ -8,13 +8,13 @@ from support.tiny import CLASSES, VOCAB, build, checkpointing, tiled_copy
 
 TOKENS = 190
 OTHERS = "a quarter of a second each; with a norm behind the MLP, with biases, and with experts"
-IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss spares: three products of the 5 tokens of a masked prompt
+IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss saves: three products for the 5 tokens of a masked prompt
 
 
 @pytest.mark.full(OTHERS, but=("llama", "gemma2", "granite"))
 @pytest.mark.parametrize("arch", [arch for arch in CLASSES if not ARCHS[arch].routed])
 def test_tiled_mlp(arch: str) -> None:
-    """A norm behind the MLP saves a tensor, so that a checkpoint's recomputation goes through the MLP: 14 u, not 12."""
+    """A norm after the MLP saves a tensor, so a checkpoint's recomputation runs the MLP: 14 u, not 12."""
     untiled = build(arch)
     tiled = tiled_copy(untiled, loss=False)
     layers, unit = 2, 2 * TOKENS * 48 * 130
@@ -34,11 +34,12 @@ def test_tiled_mlp(arch: str) -> None:
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_tiled_experts(experts: str) -> None:
-    """A recomputation runs untiled experts whole, since their outputs are saved to be weighted: 12 u both ways."""
+    """A recomputation runs untiled experts fully, because their outputs are saved for the weighted sum: 12 u both
+    ways."""
     untiled = build("mixtral")
     untiled.set_experts_implementation(experts)
     tiled = tiled_copy(untiled, loss=False)
-    unit = 2 * 2 * TOKENS * 48 * untiled.config.intermediate_size  # two experts a token
+    unit = 2 * 2 * TOKENS * 48 * untiled.config.intermediate_size  # two experts per token
     assert flops_of_step(tiled, TOKENS) - flops_of_step(untiled, TOKENS) == 2 * (12 - 9) * unit
     for model in (untiled, tiled):
         checkpointing(model, reentrant=False)

@@ -1,4 +1,4 @@
-"""What the causal-LM forward promises besides the loss: to behave as Hugging Face's."""
+"""The causal-LM forward behaves as Hugging Face's beyond the loss."""
 
 import inspect
 
@@ -27,7 +27,7 @@ def built(request: pytest.FixtureRequest, device: str) -> Pair:
 
 @pytest.fixture
 def pair(built: Pair) -> Pair:
-    """The same model untiled and tiled, in training."""
+    """The same model untiled and tiled, in training mode."""
     return built[0].train(), built[1].train()
 
 
@@ -49,7 +49,7 @@ def test_training_returns_a_loss_and_logits_that_are_not_computed(pair: Pair, de
 
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 50}, {"ignore_index": 7}], ids=str)
 def test_shift_labels(pair: Pair, options: dict, device: str) -> None:
-    """Labels that are shifted already, and Hugging Face's other loss arguments, mean what they mean there."""
+    """Shifted labels and Hugging Face's other loss arguments keep their meaning."""
     untiled, tiled = pair
     batch = batch_of(3, 101, device)
     options["shift_labels"] = shifted = torch.randint(0, VOCAB, (3, 101), device=device)
@@ -127,7 +127,7 @@ def test_refusals(pair: Pair, device: str) -> None:
     for given in (batch | {"logits_to_keep": 3}, without_labels(batch)):
         with pytest.raises(ValueError, match="skip_logits=True asks for a loss alone"):
             tiled(**given, skip_logits=True)
-    if device == "cpu":  # a GPU is not asked for its values
+    if device == "cpu":  # on a GPU the values are not read
         batch["labels"][0, 50] = VOCAB
         with pytest.raises(ValueError, match=f"target holds {VOCAB}"):
             tiled(**batch)
@@ -137,7 +137,7 @@ def test_refusals(pair: Pair, device: str) -> None:
 @pytest.mark.parametrize("usual", [False, True])
 @pytest.mark.parametrize("arch", [arch for arch in CLASSES if ARCHS[arch].routed])
 def test_loss_that_balances_experts(arch: str, asked: bool | None, usual: bool, device: str) -> None:
-    """As Hugging Face adds it: where the call asks for it, or if the call says nothing the config; in the gradients."""
+    """As Hugging Face adds it: if the call requests it, or else if the config does; also in the gradients."""
     untiled = build(arch, device, output_router_logits=usual, router_aux_loss_coef=0.7)
     tiled = tiled_copy(untiled)
     batch = batch_of(3, 101, device) | {"output_router_logits": asked}

@@ -1,4 +1,5 @@
-"""Prompts longer than a chunk, and other forwards that fill a cache: in chunks, the same words and the same cache."""
+"""Prompts longer than a chunk, and other forwards that fill a cache: in chunks, with the same words and the same
+cache."""
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from support.tiny import tiled_copy
 CHUNK = 16
 TYPES = {"llama": {0}, "gpt2": {2}, "qwen3_5_text": {1}, "lfm2": {3}, "gpt_oss": {2}, "deepseek_v3": {0}}
 TYPES |= {"gemma4_text": {2, 4}}  # 4 in transformers 5.16
-"""A model type -> its layers that are called in chunks and fill a cache. DeepSeek's attends to other keys than it
-keeps."""
+"""A model type -> its layers that run in chunks and fill a cache. DeepSeek's attention uses other keys than it
+caches."""
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -55,7 +56,7 @@ def test_a_prompt_in_two_parts(arch: str) -> None:
 
 @torch.no_grad()
 def test_a_cache_is_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails behind an attention that has filled it is said, and not run again."""
+    """A failure after the attention has filled the cache is reported, and the layer does not run again."""
 
     def fails(*_: object) -> None:
         raise ValueError("behind its attention")
@@ -69,7 +70,7 @@ def test_a_cache_is_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak_of_prefill(arch: str, layer: bool | None, tokens: int) -> float:
-    """Live bytes of a prompt's forward, in hidden states of all its tokens, keys and values among them."""
+    """Live bytes of a prompt's forward, in units of its hidden states, including keys and values."""
     width = {"hidden_size": 1024, "intermediate_size": 16384, "num_attention_heads": 8, "vocab_size": 1000}
     width |= (
         {"n_embd": 1024, "n_head": 8, "n_inner": 16384, "n_layer": 2} if arch == "gpt2" else {"num_hidden_layers": 2}
@@ -88,6 +89,6 @@ def peak_of_prefill(arch: str, layer: bool | None, tokens: int) -> float:
 @pytest.mark.full("6 s", but=("llama",))
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_memory_of_a_prompt(arch: str) -> None:
-    """The MLP's states, of which there are 16 times as many as hidden states and more, are those of a chunk."""
+    """Only one chunk of the MLP's states exists, although each token has at least 16 times as many as hidden states."""
     untiled, mlp, layer = (peak_of_prefill(arch, layer, 16_384) for layer in (None, False, True))
     assert untiled > 50 and max(mlp, layer) < 15

@@ -66,12 +66,12 @@ def test_over_liger(arch: str, device: str) -> None:
 @pytest.mark.full("one with all kernels of the row, one with experts", but=("gemma2", "qwen3_moe"))
 @pytest.mark.parametrize("arch", CLASSES)
 def test_bfloat16_is_as_exact_as_untiled(arch: str, device: str) -> None:
-    """Against the float64 model of the same weights: no further from it than the untiled bfloat16 model, twice over."""
+    """Against the float64 model with the same weights: at most twice as far from it as the untiled bfloat16 model."""
     all_experts = {"num_experts_per_tok": 4, "num_experts": 4} if ARCHS[arch].routed else {}  # no route can change
     untiled = build(arch, device, **all_experts).bfloat16()
     truth = copy.deepcopy(untiled).double()
     if ARCHS[arch].routed:
-        truth.set_experts_implementation("eager")  # the grouped product knows no float64
+        truth.set_experts_implementation("eager")  # the grouped product does not support float64
     batch = batch_of(3, 101, device)
     assert_each_as_exact(*(loss_and_gradients(each, **batch)[1] for each in (tiled_copy(untiled), untiled, truth)))
 
@@ -87,7 +87,7 @@ LOGITS = [
 
 @pytest.mark.parametrize(("arch", "changes", "bias"), LOGITS, ids=str)
 def test_what_is_done_to_the_logits_is_done(arch: str, changes: dict, bias: bool, device: str) -> None:
-    """Soft caps, scales and a bias of the head: from what they are, not merely from what is usual."""
+    """Soft caps, scales and a bias of the head, also with unusual values."""
     untiled = build(arch, device, **changes)
     if bias:
         untiled.lm_head.bias = torch.nn.Parameter(torch.randn(untiled.config.vocab_size, device=device))
@@ -95,7 +95,7 @@ def test_what_is_done_to_the_logits_is_done(arch: str, changes: dict, bias: bool
     loss, gradients = loss_and_gradients(untiled, **batch)
     assert_equal(loss_and_gradients(tiled_copy(untiled), **batch), (loss, gradients))
     assert ("lm_head.bias" in gradients) == bias
-    if any(changes.values()) and arch != "llama":  # the test sees it: without it, the loss is another
+    if any(changes.values()) and arch != "llama":  # the test must notice: without it the loss differs
         for name in changes:
             setattr(plain.config, name, 1.0 if "softcap" not in name else None)
         plain.logit_scale = 1.0

@@ -1,4 +1,4 @@
-"""What is done to a parameter's gradient by others happens once, to the whole gradient, as it does untiled."""
+"""Hooks on a parameter's gradient run once, on the whole gradient, as untiled."""
 
 from collections import Counter
 from functools import partial
@@ -13,7 +13,7 @@ from support.choice import every_value
 from support.tiny import batch_of, build, checkpointing, loss_and_gradients, tiled_copy
 from support.training import with_lora
 
-CALLED = {  # what is done to a model so that parts of it are called chunk by chunk
+CALLED = {  # changes to a model that make its parts run chunk by chunk
     "experts": ("qwen3_moe", {}),
     "layer of another shape": ("gemma3_text", {"layer": True}),
     "head with dropout in LoRA": ("llama", {"layer": True}),
@@ -21,7 +21,7 @@ CALLED = {  # what is done to a model so that parts of it are called chunk by ch
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """With a rate that drops nothing, so that both compute the same."""
+    """Uses a dropout rate that drops nothing, so that both models compute the same."""
     return with_lora(model, "q_proj", "down_proj", "lm_head", lora_dropout=1e-9).train()
 
 
@@ -84,7 +84,7 @@ def test_hooks_are_there_again_after_a_backward_that_fails(device: str) -> None:
 
 @pytest.mark.parametrize("frozen_route", [True, False], ids=["unused", "used"])
 def test_parameter_without_a_gradient_gets_none(frozen_route: bool, device: str) -> None:
-    """AdamW decays a weight whose gradient is zeros, and leaves one without a gradient alone."""
+    """AdamW decays a weight whose gradient is zeros, and does not change one without a gradient."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:

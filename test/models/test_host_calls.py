@@ -1,7 +1,8 @@
-"""What a training step costs the host: calls of Python functions and builtins a decoder layer, beyond those untiled.
+"""The host's cost of a training step: calls of Python functions and builtins per decoder layer, beyond the untiled
+model.
 
-A law that needs no clock. Absolute numbers move with Python and torch, so the difference to untiled of the same run is
-held. The eager twins, which no GPU runs, are left out: kernels are launched through a stub.
+This law needs no clock. Absolute numbers depend on Python and torch, so the test limits the difference to the untiled
+model in the same run. It leaves out the eager kernels, which no GPU runs: a stub launches the kernels.
 """
 
 import cProfile
@@ -24,7 +25,7 @@ import seqtile
 from seqtile.kernels import dispatch
 
 CHUNK = 32
-OLDEST = Version(transformers.__version__) < Version("5.17")  # its own attention takes fewer calls
+OLDEST = Version(transformers.__version__) < Version("5.17")  # its own attention makes fewer calls
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4}
 SIZES |= {"num_experts_per_tok": 2}
@@ -33,7 +34,7 @@ WAYS |= {"groups": {"layer": True, "head_groups": 2}}
 
 
 class Stub:
-    """A kernel that is launched and does nothing."""
+    """A kernel launch that does nothing."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args, **options: None
@@ -68,7 +69,7 @@ def calls_of_step(kind: str, layers: int, tokens: int, checkpointed: bool, way: 
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-    step()  # compares itself with the untiled model, and finds how each module is computed
+    step()  # compares itself with the untiled model, and decides how each module is computed
     with stub_launcher(), cProfile.Profile() as profile:
         profile.disable()
         step()
@@ -112,6 +113,6 @@ def test_calls_of_a_further_chunk(way: str, limit: int) -> None:
     [("lora", 6_962), ("lora with dropout", 25_051), ("gemma3_text", 13_759), ("qwen3_moe", 10_170)],
 )
 def test_calls_beyond_untiled_of_other_layers(kind: str, limit: int) -> None:
-    """A third at most of what they were before a module's verdict was kept."""
+    """At most a third of the calls before verdicts were cached."""
     tiled, untiled = (calls_a_layer(kind, 2 * CHUNK, True, way) for way in ("layer", "untiled"))
     assert tiled - untiled <= limit

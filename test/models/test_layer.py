@@ -1,4 +1,5 @@
-"""Layers tiled whole: trained with adapters, frozen weights, packed samples, other attentions, as untiled; refusals."""
+"""Layers tiled whole: with adapters, frozen weights, packed samples and other attentions they train as untiled;
+refusals."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +26,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def with_adapters(model: nn.Module, dropout: float, names: list[str]) -> nn.Module:
-    """LoRA in float32; with a `dropout` that is none, but that is not known to be."""
+    """LoRA in float32. The `dropout` drops nothing, but seqtile cannot know that."""
     model = with_lora(model, *names, lora_dropout=dropout)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -85,8 +86,8 @@ ALONE = ("packed*-None-plain", "residuals*-None-plain", "adapters*-None-reentran
 @in_groups
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_step(name: str, head_groups: int | None, reentrant: bool | None, device: str) -> None:
-    """Of models that scale what is added to the residual stream, whose layers have no positions, of packed samples, of
-    adapters over a frozen base, with biases and with norms of heads, and of some frozen weights."""
+    """Models that scale the residual branches, layers without positions, packed samples, adapters over a frozen base,
+    biases, norms of heads, and some frozen weights."""
     untiled, batch = MODELS[name](device=device), whole(101, device)
     if reentrant:
         untiled.enable_input_require_grads()
@@ -101,7 +102,7 @@ def test_the_same_step(name: str, head_groups: int | None, reentrant: bool | Non
 
 @in_groups
 def test_accumulation_and_main_grad(head_groups: int | None, device: str) -> None:
-    """Two micro-batches, one that fits in a chunk; then one twice into float32 `main_grad`s."""
+    """Two micro-batches, one of which fits in a chunk; then one batch twice into float32 `main_grad`s."""
     untiled = build("qwen2", device)
     tiled = tiled_copy(untiled, head_groups)
     batches = [whole(101, device), whole(40, device)]

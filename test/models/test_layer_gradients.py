@@ -34,7 +34,7 @@ from support.tiny import (
 def test_gradients_equal(
     arch: str, head_groups: int | None, reentrant: bool | None, batch_size: int, length: int, device: str
 ) -> None:
-    """Padded rows have a mask, under which sdpa saves more than queries, keys and values: it is computed once more."""
+    """Padded rows have a mask, with which sdpa saves more than queries, keys and values, so attention is recomputed."""
     if interpreted() and (arch not in ("llama", "qwen3") or reentrant is not False or batch_size > 1):
         pytest.skip("the interpreter is slow")
     untiled = build(arch, device)
@@ -59,7 +59,7 @@ def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, dev
 @in_groups
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, device: str) -> None:
-    """Weights in float32 under bfloat16's autocast: no further from float64 than the untiled model, twice over."""
+    """Float32 weights under bfloat16's autocast: at most twice as far from float64 as the untiled model."""
     if interpreted():
         pytest.skip("the interpreter does not round to bfloat16, it truncates")
     untiled = build(arch, device, head_dim=64)  # norms of a dozen weights would be noise
@@ -78,7 +78,7 @@ def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, de
 @in_groups
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
 def test_after_liger(arch: str, head_groups: int | None, device: str) -> None:
-    """Whose norms are read, and whose MLP's projections."""
+    """seqtile reads the weights of Liger's norms and the projections of Liger's MLP."""
     liger_or_skip(arch, device)
     untiled, batch = build(arch, device), whole(63, device)
     tiled, truth = copy.deepcopy(untiled), loss_and_gradients(untiled, **batch)

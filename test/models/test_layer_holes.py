@@ -1,4 +1,4 @@
-"""What a tiled layer must not skip, lose or mix up."""
+"""Code and state that a tiled layer must not skip, lose or mix up."""
 
 from collections.abc import Callable
 
@@ -72,7 +72,7 @@ def own_wrapper(mlp: nn.Module) -> None:
 @in_groups
 @pytest.mark.parametrize("change", [own_class, own_wrapper])
 def test_an_mlp_with_a_forward_of_its_own_is_called(change: Callable, head_groups: int | None) -> None:
-    """A tiled layer reads the weights of its MLP, and would skip it."""
+    """A tiled layer reads the weights of its MLP, and would skip the forward."""
     untiled, batch = build("llama"), whole(101)
     tiled = tiled_copy(untiled, head_groups)
     for model in (untiled, tiled):
@@ -92,7 +92,7 @@ def test_a_replaced_rotary_embedding_is_called(monkeypatch: pytest.MonkeyPatch) 
 
 
 class FailingFunction(torch.autograd.Function):
-    """An identity; what comes to its backward when one more is `left` fails."""
+    """An identity whose backward fails if one more call is `left`."""
 
     left = 0
 
@@ -110,7 +110,8 @@ class FailingFunction(torch.autograd.Function):
 
 @in_groups
 def test_a_backward_that_failed_is_tried_again(head_groups: int | None) -> None:
-    """An attention raises in the first backward of a graph that is kept; the second has what a fresh one has."""
+    """An attention raises in the first backward of a retained graph. The second backward gives the gradients of a new
+    graph."""
 
     def attention(*args: object, **options: object):
         out, weights = sdpa(*args, **options)
@@ -129,8 +130,8 @@ def test_a_backward_that_failed_is_tried_again(head_groups: int | None) -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_dropout_draws_in_the_backward_what_it_drew_in_the_forward(attention: str) -> None:
-    """With and without checkpointing, of either kind: from one seed the same gradients; in one group of heads those of
-    the untiled layer."""
+    """With no, reentrant and non-reentrant checkpointing: the same seed gives the same gradients; with one group of
+    heads, those of the untiled layer."""
     model, batch = build("llama", attn_implementation=attention, attention_dropout=0.4), whole(101)
 
     def drawn(model: nn.Module, reentrant: bool | None = None) -> tuple:
@@ -149,7 +150,7 @@ def test_attention_dropout_draws_in_the_backward_what_it_drew_in_the_forward(att
 
 @in_groups
 def test_prefixes_over_a_frozen_model(head_groups: int | None) -> None:
-    """Nothing before the first layer's attention requires a gradient, its keys and values do."""
+    """Only the keys and values before the first layer's attention require a gradient."""
     untiled = get_peft_model(build("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     tiled, batch = tiled_copy(untiled, head_groups), whole(101)
     del batch["use_cache"]
@@ -159,8 +160,8 @@ def test_prefixes_over_a_frozen_model(head_groups: int | None) -> None:
 @pytest.mark.parametrize("of_module", [False, True], ids=["of a closure", "of the attention"])
 @in_groups
 def test_a_weight_of_attention_over_a_frozen_model(head_groups: int | None, of_module: bool) -> None:
-    """One that the module holds is known before: the attention runs no more often than without. Another of the same
-    module, which nothing uses, has no gradient, as untiled."""
+    """A weight that the module holds is known in advance: the attention runs no more often. Another, unused weight of
+    the same module has no gradient, as untiled."""
     temperature, calls = torch.full((12,), 0.5, requires_grad=True), []
 
     def attention(module: nn.Module, q, k, v, mask, **options: object):
@@ -188,7 +189,7 @@ def called_by_itself(model: nn.Module) -> tuple:
 
 
 def test_callers_of_a_layer() -> None:
-    """By position and by keyword, with checkpointing; attentions asked for by the config; angles that are learned."""
+    """By position and by keyword, with checkpointing; attentions requested by the config; trainable angles."""
     model = tiled_copy(build("llama", attn_implementation="eager"))
     layer, x, angles = called_by_itself(model)
     by_keyword = layer(x, position_embeddings=angles)
@@ -217,8 +218,8 @@ def test_a_mask_for_each_head_is_no_groups() -> None:
 @in_groups
 @pytest.mark.parametrize("changed", ["output", "queries", "queries alone"])
 def test_an_attention_that_works_in_place(changed: str, head_groups: int | None) -> None:
-    """Where Hugging Face raises, since what the backward needs was changed, so does a tiled layer; where not, it is
-    right. Queries cannot be computed again then, though they be all that the attention saves."""
+    """If Hugging Face raises because tensors needed by the backward changed, a tiled layer raises too; otherwise it is
+    right. Queries then cannot be recomputed, even if the attention saves only them."""
     alone = changed == "queries alone"
 
     def attention(module: nn.Module, q, k, v, mask, **options: object):
@@ -241,8 +242,8 @@ def test_an_attention_that_works_in_place(changed: str, head_groups: int | None)
 
 @on_model_or_classes
 def test_no_cache_is_made_in_training(on_classes: bool) -> None:
-    """Hugging Face's config asks for one by default: heads are in groups all the same, and packed documents are told
-    apart, as with use_cache=False."""
+    """Hugging Face's config requests a cache by default. Heads are still grouped and packed documents separated, as
+    with use_cache=False."""
     heads: list[int] = []
 
     def attention(module: nn.Module, q: torch.Tensor, *args: object, **options: object):
@@ -267,7 +268,7 @@ def test_no_cache_is_made_in_training(on_classes: bool) -> None:
     assert isinstance(base, tuple) and len(base) == 1
     assert_equal(loss_and_gradients(tiled, **batch), truth)
     cache = DynamicCache(config=tiled.config)
-    mixed = loss_and_gradients(untiled, **batch)  # with a cache Hugging Face does not tell documents apart
+    mixed = loss_and_gradients(untiled, **batch)  # with a cache Hugging Face does not separate documents
     heads.clear()
     assert_equal(loss_and_gradients(tiled, **batch, past_key_values=cache), mixed)
     assert cache.get_seq_length() == 101 and heads == [4] * 2, "a cache that is given is filled"
@@ -280,7 +281,7 @@ def test_no_cache_is_made_in_training(on_classes: bool) -> None:
 
 @in_groups
 def test_gradients_through_a_cache(head_groups: int | None) -> None:
-    """Of a sequence in two parts, the second of which attends to the first."""
+    """A sequence in two parts, the second of which attends to the first."""
     untiled, batch, found = build("llama"), whole(160), []
     for model in (untiled, tiled_copy(untiled, head_groups)):
         cache, parts = DynamicCache(config=model.config), (slice(80), slice(80, 160))
@@ -293,8 +294,8 @@ def test_gradients_through_a_cache(head_groups: int | None) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_short_sequences_run_the_original_norms(arch: str) -> None:
-    """One graph where a sequence fits in a chunk; in evaluation the logits are Hugging Face's to the bit. A longer one
-    is as exact."""
+    """A sequence that fits in a chunk compiles to one graph, and its evaluation logits are bitwise Hugging Face's. A
+    longer one is as exact."""
     untiled = build(arch).bfloat16()
     getattr(seqtile, f"apply_seqtile_to_{arch}")(layer=True, chunk_tokens=CHUNK)
     tiled = build(arch).bfloat16()

@@ -1,4 +1,4 @@
-"""What a tiled layer costs: matrix products, and tensors of tokens x width alive at a time."""
+"""The cost of a tiled layer: matrix products, and live tensors of tokens x width."""
 
 import gc
 import weakref
@@ -28,8 +28,8 @@ LLAMA_8B |= {"num_hidden_layers": 2, "head_dim": 128, "vocab_size": 128, "pad_to
 @in_groups
 @pytest.mark.parametrize("arch", ["granite", "llama", "qwen3", "smollm3"])
 def test_products_under_checkpointing(arch: str, head_groups: int | None, on_classes: bool) -> None:
-    """Those of the untiled checkpointed layer; in groups the projections to queries, keys and values once more, and
-    without groups, where queries and keys are normed by head, these two."""
+    """The products of the untiled checkpointed layer. With groups, the q, k and v projections once more; without groups
+    but with per-head norms, the q and k projections once more."""
     model = build(arch)
     checkpointing(model, False)
     untiled = flops_of_step(model, TOKENS)
@@ -43,7 +43,7 @@ def test_products_under_checkpointing(arch: str, head_groups: int | None, on_cla
 
 
 def test_products_of_modules_that_are_called() -> None:
-    """Queries, keys, values and down are computed once more than by reading weights."""
+    """One more computation of queries, keys, values and down than when reading weights."""
     model = build("llama")
     checkpointing(model, False)
     untiled = flops_of_step(model, TOKENS)
@@ -54,7 +54,8 @@ def test_products_of_modules_that_are_called() -> None:
 
 
 class BareFunction(torch.autograd.Function):
-    """An attention that keeps queries, keys, values, output and log-sum-exp; it counts its products, causal halves."""
+    """An attention that saves queries, keys, values, output and log-sum-exp, and counts its products (half for
+    causality)."""
 
     flops = 0
 
@@ -77,7 +78,7 @@ class BareFunction(torch.autograd.Function):
 
 
 def measured(arch: str, tokens: int, **options: object) -> tuple[float, int]:
-    """Peak of two checkpointed layers of Llama-8B's widths, in tensors of tokens x width, and FLOP, without data."""
+    """Peak of two checkpointed layers at Llama-8B's widths, in tensors of tokens x width, and FLOP; without data."""
     AttentionInterface.register("bare", lambda module, q, k, v, mask, **_: (BareFunction.apply(q, k, v), None))
     config = AutoConfig.for_model(arch, **LLAMA_8B)
     with FakeTensorMode():
@@ -105,8 +106,8 @@ def measured(arch: str, tokens: int, **options: object) -> tuple[float, int]:
     ],
 )
 def test_tensors_alive(head_groups: str | None, limit: float, thousands: int, chunk: int | None) -> None:
-    """Of Hugging Face's 34.7; with the MLP tiled 21.9. Some with longer chunks than usual, since a simulation takes its
-    time chunk by chunk. With the matrix products of the untiled layers, within 1 %."""
+    """Hugging Face has 34.7; with the MLP tiled 21.9. Some use longer chunks than usual, because a simulation takes
+    time per chunk. The matrix products are those of the untiled layers, within 1 %."""
     options = {} if chunk is None else {"chunk_tokens": chunk * K}
     _, untiled = measured("llama", thousands * K)
     alive, products = measured("llama", thousands * K, layer=True, head_groups=head_groups, **options)
@@ -115,7 +116,7 @@ def test_tensors_alive(head_groups: str | None, limit: float, thousands: int, ch
 
 
 def test_groups_share_what_the_norm_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a forward; a backward, which needs more memory, computes it again for each."""
+    """In a forward. A backward, which needs more memory, recomputes it for each group."""
     normed, rms_norm = [], qkv.rms_norm
     monkeypatch.setattr(qkv, "rms_norm", lambda x, *args, **of: normed.append(len(x)) or rms_norm(x, *args, **of))
     model = tiled_model("llama", layer=True, head_groups=2, loss=False, check=False)
@@ -127,7 +128,7 @@ def test_groups_share_what_the_norm_returns(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("reentrant", [None, False])
 @in_groups
 def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | None, monkeypatch) -> None:
-    """At once, without the garbage collector: nothing of it refers to itself."""
+    """It is freed at once, without the garbage collector: it has no reference cycle."""
     made: list[weakref.ref] = []
     project = qkv.project
 
@@ -156,8 +157,8 @@ def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | Non
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_a_layer_keeps_without_checkpointing(rows: int) -> None:
-    """Its input, attention's output and log-sum-exp; without groups queries, keys and values. No copy of the angles
-    that the rows of a batch share."""
+    """A layer keeps its input, attention's output and log-sum-exp; without groups also queries, keys and values. It
+    does not copy the angles that the rows of a batch share."""
     kept = {}
     for head_groups in (None, 2):
         model = tiled_model("llama", layer=True, head_groups=head_groups, check=False)
@@ -172,8 +173,8 @@ def test_what_a_layer_keeps_without_checkpointing(rows: int) -> None:
 
 
 def test_weights_are_not_copied() -> None:
-    """Of a layer in bfloat16 whose weights are all there is to hold: what a step holds besides, at its peak, are
-    float32 sums of gradients, one of each projection, and what of them is rounded already."""
+    """A bfloat16 layer whose weights dominate memory: at its peak a step adds only float32 gradient sums, one per
+    projection, and the already rounded ones."""
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=torch.bfloat16)
         seqtile.apply_seqtile(model.train(), layer=True, check=False, chunk_tokens=2)

@@ -1,4 +1,4 @@
-"""Layers tiled whole that write into a container for later layers, as Gemma's that share keys and values do."""
+"""Layers tiled whole that write into a container for later layers, as Gemma's do to share keys and values."""
 
 import copy
 import inspect
@@ -64,7 +64,7 @@ def tiled_copy(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_shared_keys_and_values(name: str, reentrant: bool | None, batch_size: int, length: int) -> None:
-    """At lengths that are a multiple of a chunk and at others; a copy of the tiled model, too."""
+    """At lengths that are a multiple of a chunk and at others, also with a copy of the tiled model."""
     untiled = built(name).double()
     tiled = tiled_copy(untiled)
     batch = batch_of(batch_size, length)
@@ -82,7 +82,7 @@ def test_shared_keys_and_values(name: str, reentrant: bool | None, batch_size: i
 
 
 def test_keys_and_values_are_not_kept_twice() -> None:
-    """The dict holds those that attention was given, and nothing holds them when the step is over."""
+    """The dict holds the keys and values that attention got, and nothing holds them after the step."""
     model, held, attended = tiled_copy(built("gemma4")), [], []
 
     class Shared(UserDict):
@@ -107,7 +107,7 @@ def test_keys_and_values_are_not_kept_twice() -> None:
 
 
 class Noting(Olmo2DecoderLayer):
-    """Does something with what it is given besides, after its attention."""
+    """Uses its other arguments after its attention."""
 
     def forward(self, hidden_states: torch.Tensor, notes: object = None, **options: object) -> torch.Tensor:
         hidden = inspect.unwrap(Olmo2DecoderLayer.forward)(self, hidden_states, **options)
@@ -141,7 +141,7 @@ def noting_layer() -> Noting:
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_what_is_put_into_a_dict(kind: type) -> None:
-    """By a layer that does so after its attention, with gradients; nothing of a chunk is left there."""
+    """A layer that writes after its attention, with gradients; nothing of a chunk stays in the dict."""
     found = []
     for tiled in (False, True):
         layer, notes = noting_layer(), kind({"before": 1.0})
@@ -174,8 +174,8 @@ def test_what_cannot_be_put_together_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_what_is_read_from_a_dict(kind: type) -> None:
-    """A factor for each token is cut where it is an argument's; whole tensors of a dict that is none of Python's own
-    are for attention alone."""
+    """A factor per token is cut if it comes from an argument. Whole tensors in a custom dict class are for attention
+    only."""
     factor, layer = torch.rand(2, 13, 1), noting_layer()
     if kind is dict:
         tiled, truth = (called(layer, read, kind(before=factor), tiled) for tiled in (True, False))
@@ -186,7 +186,7 @@ def test_what_is_read_from_a_dict(kind: type) -> None:
 
 
 def test_as_many_rows_as_tokens() -> None:
-    """What is [3, B, S], as positions of three axes are, is cut along the tokens, what is [B, S, S] along the first."""
+    """[3, B, S], such as positions of three axes, is cut along the tokens, [B, S, S] along the first S."""
 
     def weighted(hidden: torch.Tensor, notes: dict) -> torch.Tensor:
         return hidden * notes["axes"].sum(0)[..., None] + notes["pairs"].sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What is recorded inside of a tiled layer: router logits, attentions, outputs of modules; layers in threads."""
+"""Records inside a tiled layer: router logits, attentions, outputs of modules; layers in threads."""
 
 import copy
 import threading
@@ -32,7 +32,7 @@ def tiled_copy(model: nn.Module) -> nn.Module:
 
 
 def assert_close(ours: tuple, theirs: tuple, tolerance: float) -> None:
-    """As assert_equal; a gradient that is zero may be none."""
+    """Like assert_equal, but a gradient of zeros may be None."""
     found = ((value, {name: g for name, g in of.items() if g is not None and g.any()}) for value, of in (ours, theirs))
     assert_equal(*found, tolerance, tolerance)
 
@@ -46,7 +46,7 @@ def assert_close_steps(ours: nn.Module, theirs: nn.Module, batch: dict, toleranc
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
 def test_router_logits(arch: str, rows: int, reentrant: bool | None) -> None:
-    """With the loss that balances experts, which is computed from what is recorded inside of layers."""
+    """With the loss that balances experts, which is computed from records inside layers."""
     untiled = build(arch, output_router_logits=True, router_aux_loss_coef=0.5)
     tiled, batch = tiled_copy(untiled), ids_of(rows, 3 * CHUNK + 2)
     for model in (untiled, tiled):
@@ -65,7 +65,7 @@ def test_attentions_are_recorded_of_layers_that_run_untiled(reentrant: bool | No
     tiled, batch = tiled_copy(untiled), ids_of(1, 3 * CHUNK + 2) | {"output_attentions": True}
     for model in (untiled, tiled):
         checkpointing(model, reentrant)
-    if reentrant is False and not _FORWARD_CHECKPOINTS:  # where a recomputation cannot be told of it
+    if reentrant is False and not _FORWARD_CHECKPOINTS:  # a recomputation cannot be told of it
         with pytest.raises(ValueError, match="attentions are asked for of a tiled layer under checkpointing"):
             tiled(**batch)
         return
@@ -74,7 +74,7 @@ def test_attentions_are_recorded_of_layers_that_run_untiled(reentrant: bool | No
 
 
 def test_two_models_in_two_threads() -> None:
-    """At the same time, each with its attention; the backwards in other threads again."""
+    """At the same time, each with its own attention; the backwards run in further threads."""
     models = [small_model(Olmo2ForCausalLM, Olmo2Config(num_hidden_layers=2)).double().train() for _ in range(2)]
     models[1].set_attn_implementation("sdpa")
     batches = [ids_of(1, 3 * CHUNK + 2 * i) for i in range(2)]
@@ -102,7 +102,7 @@ def test_two_models_in_two_threads() -> None:
 
 
 class Registry(dict):
-    """The same for models of all classes."""
+    """One registry for models of all classes."""
 
     def get(self, *model: object) -> dict:
         return self
@@ -110,7 +110,7 @@ class Registry(dict):
 
 @pytest.mark.parametrize("of", ["mlp", "q_proj", "all"])
 def test_what_is_recorded_inside_a_layer_of_llamas_shape(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules are called then, since they have hooks; also in later calls that record nothing."""
+    """Its modules are then called, because they have hooks; also in later calls that record nothing."""
     recorders = {
         "mlp": OutputRecorder(LlamaMLP, index=0),
         "q_proj": OutputRecorder(nn.Linear, index=0, layer_name="q_proj"),

@@ -1,4 +1,4 @@
-"""Logits that a model returns: a tensor that is computed when it is read, as it would have been in the forward."""
+"""Logits that a model returns: a tensor that is computed when it is read, with the values of the forward."""
 
 import copy
 import io
@@ -76,7 +76,7 @@ def test_as_plain_logits(reader: str, steps: str) -> None:
     torch.testing.assert_close(found, expected)
     if found.requires_grad:
         gradients = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
-        assert all(relative_error(*pair) <= 1e-6 for pair in zip(*gradients, strict=True))  # of weights float32 sums
+        assert all(relative_error(*pair) <= 1e-6 for pair in zip(*gradients, strict=True))  # weights have float32 sums
 
 
 def test_what_is_known_without_computing() -> None:
@@ -180,7 +180,7 @@ def test_autocast_dropout_and_training_as_in_the_forward() -> None:
 
 
 def test_logits_for_who_follows_a_forward() -> None:
-    """Transforms, tracing and compilers get plain logits of a forward without labels."""
+    """Transforms, tracing and compilers get plain logits from a forward without labels."""
     untiled, ids = build("llama").eval(), whole(60)["input_ids"]
     tiled, plain = tiled_copy(untiled, mlp=False), untiled(input_ids=ids).logits
     forward = lambda of: lambda weights: torch.func.functional_call(of, weights, (ids,)).logits.square().sum()  # noqa: E731
@@ -193,7 +193,7 @@ def test_logits_for_who_follows_a_forward() -> None:
 
 @pytest.mark.parametrize("read", [lambda x: x.sin(), lambda x: x.logsumexp(-1)], ids=["all", "by rows"])
 def test_products_of_a_read_and_its_gradients(read: Callable) -> None:
-    """One in the forward; three in the backward, which computes logits once more."""
+    """One product in the forward; three in the backward, which recomputes the logits."""
     head, x = nn.Linear(D, V), torch.randn(B, S, D, requires_grad=True)
     u, logits = 2 * B * S * D * V, lazy_logits(LogitsRecipe(x, head))
     with FlopCount() as forward:
@@ -211,7 +211,7 @@ def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "cohere", "granite"])
 def test_a_loss_of_ones_own(arch: str, training: bool, device: str) -> None:
-    """Of soft caps, scales and plain heads, beside the model's loss, with labels and without."""
+    """With soft caps, scales and plain heads, next to the model's loss, with labels and without."""
     untiled, batch, found = build(arch, device), batch_of(2, 101, device), []
     tiled = tiled_copy(untiled)
     for labels in (batch["labels"], None):
@@ -249,7 +249,8 @@ def head_flops(model: nn.Module, of: Callable[[], object]) -> int:
 
 @torch.no_grad()
 def test_what_evaluation_computes() -> None:
-    """The loss alone is one product of the head's, logits behind it one more; neither without them."""
+    """The loss alone costs one product of the head, reading the logits another one; a forward that reads neither,
+    none."""
     model, ids = tiled_copy(build("llama")).eval(), {"input_ids": whole(100)["input_ids"]}
     batch = ids | {"labels": ids["input_ids"]}
     u = 2 * ids["input_ids"].numel() * model.lm_head.weight.numel()
@@ -260,7 +261,8 @@ def test_what_evaluation_computes() -> None:
 
 
 def both(of: Callable) -> tuple[Any, Any]:
-    """What `of` returns of lazy logits and of plain ones, given a function that makes gradients of inputs."""
+    """Returns the result of `of` for lazy logits and for plain ones. `of` also gets a function that computes input
+    gradients."""
     found = []
     for lazy in (True, False):
         torch.manual_seed(3)

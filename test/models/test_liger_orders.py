@@ -1,7 +1,8 @@
 """Liger-Kernel and seqtile in every order, with Liger's kernels: on a GPU, or in Triton's interpreter.
 
-Every case asks what really runs, whether `status` says so, whether one call of `apply_seqtile(model)` mends what Liger
-took back, whether loss and gradients are those of an untouched Hugging Face model, and what `restore` leaves.
+Every case checks which code runs, that `status` says so, that one call of `apply_seqtile(model)` restores the parts
+that Liger replaced, that loss and gradients equal those of an untouched Hugging Face model, and the effect of
+`restore`.
 """
 
 from collections import Counter
@@ -57,10 +58,10 @@ pytestmark = [
     pytest.mark.in_interpreter(ALL, only=DAILY),
 ]
 
-CHUNK = 10  # tokens a chunk: the interpreter is slow
+CHUNK = 10  # tokens per chunk: the interpreter is slow
 LENGTHS = LONG, SHORT = 11, 7  # more tokens than a chunk, and fewer
 LCE_FORWARDS = {"llama": llama.lce_forward, "mistral": mistral.lce_forward, "qwen3": qwen3.lce_forward}
-CALLS: Counter[tuple[str, str]] = Counter()  # (part, package): how often it computed that part
+CALLS: Counter[tuple[str, str]] = Counter()  # (part, package): how often the package computed that part
 
 
 def ligers_forwards() -> list[Callable]:
@@ -75,7 +76,7 @@ def counted(part: str, package: str, function: Callable) -> Callable:
     @wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         CALLS[part, package] += package != SEQTILE or kwargs["chunk_tokens"] == CHUNK
-        if interpreted():  # which hands kernels plain floats
+        if interpreted():  # which passes plain floats to kernels
             args = tuple(InterpretedFloat(arg) if isinstance(arg, float) else arg for arg in args)
         return function(*args, **kwargs)
 
@@ -84,7 +85,7 @@ def counted(part: str, package: str, function: Callable) -> Callable:
 
 @pytest.fixture
 def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what computes the parts of a model; fits Liger's kernels to Triton's interpreter."""
+    """Counts which code computes the parts of a model; adapts Liger's kernels to Triton's interpreter."""
     liger_or_skip("llama", device)
     for part, package, module, name in (
         ("loss", SEQTILE, loss, "linear_cross_entropy"),
@@ -102,8 +103,8 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_ran(model: nn.Module, expected: Sequence[str], lengths: tuple[int, ...]) -> None:
-    """`expected`: who computed loss, MLPs and norms of batches of these lengths, all of a part. RoPE must have been
-    Liger's; a batch that fits in a chunk runs the forwards of MLPs that were there before seqtile's."""
+    """`expected`: the packages that must compute the loss, MLPs and norms of batches of these lengths. Liger must
+    compute RoPE. A batch that fits in a chunk runs the MLP forwards from before seqtile."""
     layers = model.config.num_hidden_layers
     norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
     totals = {"loss": 1, "mlp": layers, "norm": norms, "rope": layers}
@@ -118,7 +119,7 @@ def check_ran(model: nn.Module, expected: Sequence[str], lengths: tuple[int, ...
 
 
 def check_status(model: nn.Module, ran: Sequence[str], text: str | None) -> None:
-    """`text`: what is said of each part that seqtile was applied to and does not run; None if there is none."""
+    """`text`: the status of each part that seqtile was applied to and does not run; None if there is none."""
     status = seqtile.status(model)
     for part, package in zip((status.loss, status.mlp), ran, strict=False):
         ours = package == SEQTILE
@@ -136,7 +137,7 @@ def own_forwards(model: nn.Module) -> dict[str, Callable]:
 
 
 class Truth:
-    """An untouched model, made before anything is patched: its weights, and what it computes with them."""
+    """An untouched model, made before any patch: its weights, and its results."""
 
     def __init__(self, arch: str, device: str) -> None:
         self.name, self.device = arch, device
@@ -155,7 +156,7 @@ class Truth:
         return getattr(modeling_of(self.name), name)
 
     def copy(self) -> nn.Module:
-        """A model of the same weights, of the classes as they are now."""
+        """A model with the same weights, built of the current classes."""
         model = build(self.name, self.device)
         model.load_state_dict(self.weights)
         return model
@@ -167,7 +168,8 @@ class Truth:
         getattr(seqtile, f"apply_seqtile_to_{self.name}")(model, chunk_tokens=CHUNK, check=False)
 
     def check(self, model: nn.Module, ran: Sequence[str], text: str | None = None, lengths=(LONG,)) -> None:
-        """Loss and gradients are the untouched model's, `ran` (loss, MLPs, norms) computed them, `status` says so."""
+        """Loss and gradients equal the untouched model's, `ran` (loss, MLPs, norms) computed them, and `status` says
+        so."""
         CALLS.clear()
         for length in lengths:
             found = loss_and_gradients(model, **self.batches[length])
@@ -223,11 +225,11 @@ def test_order(arch: str, operations: str, device: str) -> None:
         seqtile.restore(target)
     assert own_forwards(model) == (stood or {}) and own_forwards(later) == {}
     truth.check_restored("liger" in operations)
-    truth.check(model, [LIGER, ran[2], ran[2]])  # whose norms are Liger's, its MLPs were too
+    truth.check(model, [LIGER, ran[2], ran[2]])  # its norms are Liger's, its MLPs were too
 
 
 def test_two_architectures(device: str) -> None:
-    """With Liger's one MLP class: seqtile on one leaves the other as it is."""
+    """Both with Liger's one MLP class: seqtile on one model does not change the other."""
     truth, others = Truth("llama", device), Truth("mistral", device)
     ours, ligers = [SEQTILE, SEQTILE, LIGER], [LIGER, LIGER, LIGER]
     truth.liger()
@@ -251,7 +253,7 @@ def test_two_architectures(device: str) -> None:
 
 
 def train(truth: Truth, target: str, config: dict | None, ran: Sequence[str], text: str | None, output: Path) -> None:
-    """Trainer applies Liger to a model that is tiled already, by its classes or alone (`target`)."""
+    """Trainer applies Liger to a model that is already tiled, by its classes or alone (`target`)."""
     if target == "classes":
         truth.seqtile()
     model = truth.copy()
@@ -270,7 +272,7 @@ def train(truth: Truth, target: str, config: dict | None, ran: Sequence[str], te
     CALLS.clear()
     losses.append(trainer.evaluate()["eval_loss"])
     assert CALLS["loss", ran[0]] == 1, "evaluated without logits"
-    for found, allowed in zip(losses, (1e-6, 1e-5), strict=True):  # of training, of evaluation
+    for found, allowed in zip(losses, (1e-6, 1e-5), strict=True):  # training, evaluation
         assert abs(found / truth.steps[LONG][0] - 1) <= allowed, f"loss {found}"
     truth.check(model.train(), ran, text)
     if ran[0] == LIGER:

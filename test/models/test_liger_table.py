@@ -1,4 +1,4 @@
-"""docs/compatibility.md has the orders of Liger and seqtile that are tested."""
+"""docs/compatibility.md lists the tested orders of Liger and seqtile."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A recipe of logits knows what was done to them, and gives it to the loss or to whoever reads them in the forward."""
+"""A recipe of logits records the operations on them, for the loss or for code that reads them in the forward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a tiled model returns in training, what it says of itself, and the losses and transforms that it refuses."""
+"""A tiled model's outputs in training, its status, and the losses and transforms that it refuses."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ def other_fixed(source: torch.Tensor, target: torch.Tensor, *args: object, **kwa
     ],
 )
 def test_a_replaced_cross_entropy_is_refused(owner: object, name: str, match: str, monkeypatch) -> None:
-    """When it is applied and in every forward; nothing is changed, and what does not use it goes on."""
+    """On apply and in every forward. Nothing changes, and models that do not use it keep working."""
     tiled, fresh, batch = tiled_copy(build("llama")), build("llama"), whole(101)
     monkeypatch.setattr(owner, name, other_fixed)
     for refused in (lambda: tiled(**batch), lambda: seqtile.apply_seqtile(fresh)):
@@ -81,7 +81,7 @@ def test_a_replaced_cross_entropy_is_refused(owner: object, name: str, match: st
 
 
 class DecoratedModel(LlamaForCausalLM):
-    """Its forward is its own, in a wrapper of Hugging Face's."""
+    """Its own forward, inside a Hugging Face wrapper."""
 
     @can_return_tuple
     def forward(self, *args: object, **kwargs: object):
@@ -91,14 +91,14 @@ class DecoratedModel(LlamaForCausalLM):
 
 
 class DecoratedLayer(LlamaDecoderLayer):
-    """Its forward is its own, in the wrapper by which every layer is checkpointed."""
+    """Its own forward, inside the wrapper that checkpoints every layer."""
 
     def forward(self, *args: object, **kwargs: object):
         return super().forward(*args, **kwargs) * 2
 
 
 def test_a_forward_in_a_wrapper_of_hugging_faces() -> None:
-    """It goes on running: around the tiled loss, and untiled where nothing shows that a layer is the same tiled."""
+    """It keeps running: around the tiled loss, and untiled where nothing shows that a tiled layer is the same."""
     torch.manual_seed(0)
     model = DecoratedModel(config_of("llama")).train()
     model.model.layers[1].__class__ = DecoratedLayer
@@ -162,7 +162,7 @@ FITS, KEPT = f"a sequence fits in one chunk of {CHUNK} tokens", "activation chec
     ],
 )
 def test_said(case: tuple, reentrant: bool | None, head_groups: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 tokens a layer keeps more than its weights take, with groups and without, unless it is checkpointed."""
+    """For 256 tokens a layer saves more than its weights take, with and without groups, unless it is checkpointed."""
     layer, length, training, said = case
     found: list[str] = []
     for room in (base_model, layers, mlp):

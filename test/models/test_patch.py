@@ -1,4 +1,4 @@
-"""Applying, restoring, and telling: on classes and on one model, before and after other libraries."""
+"""Apply, restore and status: on classes and on one model, before and after other libraries."""
 
 import pickle
 import warnings
@@ -34,7 +34,7 @@ from support.tiny import (
 )
 
 pytestmark = pytest.mark.usefixtures("pristine")
-EARLY_MLP = modeling_llama.LlamaMLP  # what code that imported the class before the patch holds
+EARLY_MLP = modeling_llama.LlamaMLP  # held by code that imported the class before the patch
 APPLY = {arch: getattr(seqtile, f"apply_seqtile_to_{arch}") for arch in CLASSES}
 
 
@@ -45,7 +45,7 @@ some_parts = pytest.mark.full("of 20 models", but=("llama-*", "qwen3-True", "gem
 
 
 def snapshot(model: nn.Module | None = None) -> list[object]:
-    """Everything that a patch could touch."""
+    """Returns everything that a patch could change."""
     state: list[object] = []
     for arch, (_, causal_lm, _) in CLASSES.items():
         names = [*MLPS[arch], *(name_of_class(arch, kind) for kind in KINDS)]
@@ -57,7 +57,7 @@ def snapshot(model: nn.Module | None = None) -> list[object]:
 
 
 def runs_tiled(model: nn.Module, layer: bool = False) -> list[bool]:
-    """Whether the loss and the MLPs, or the layers, are tiled, by what a training step does; `status` must say so."""
+    """Whether a training step tiles the loss and the MLPs, or the layers; `status` must agree."""
     functions = [(layers, "decoder_layer")] if layer else [(mlp, "gated_mlp_of"), (in_chunks, "tiled_part")]
     with pytest.MonkeyPatch.context() as patch:
         calls = []
@@ -75,7 +75,7 @@ def runs_tiled(model: nn.Module, layer: bool = False) -> list[bool]:
 def test_model_alone(arch: str, layer: bool) -> None:
     model, other = build(arch), build(arch)
     for fresh in (model, other):
-        fresh(**batch_of(1, 101))  # a mixture of experts notes at its first call where it records its routes
+        fresh(**batch_of(1, 101))  # a mixture of experts records its routes at its first call
     before, others_before = snapshot(model), snapshot(other)
     APPLY[arch](model, layer=layer, chunk_tokens=CHUNK, check=False)
     assert runs_tiled(model, layer) == [True, True] and runs_tiled(other, layer) == [False, False]
@@ -119,7 +119,7 @@ def test_one_part_alone(part: str) -> None:
 
 @on_model_or_classes
 def test_other_options_replace_the_former(on_classes: bool) -> None:
-    """The same ones change nothing, and restoring takes all of them off, or nothing where there is none."""
+    """The same options change nothing. Restoring removes all of them, or nothing if there is none."""
     target = None if on_classes else build("llama")
     before = snapshot(target)
     seqtile.restore(target or "llama")
@@ -204,7 +204,7 @@ def test_under_accelerates_autocast_wrapper() -> None:
 
 
 def test_classes_behind_a_wrapper_on_the_model() -> None:
-    """What stands on the model is the wrapper alone; the classes' forward behind it is not the model's to restore."""
+    """The model itself only has the wrapper. Restoring the model must not change the classes' forward inside it."""
     model = tiled_model("llama", True)
     autocast(model)
     wrapped = snapshot(model)
@@ -263,7 +263,7 @@ def test_a_forward_of_another_models_in_a_wrapper_is_not_this_models() -> None:
 
 @pytest.mark.parametrize(("arch", "name"), [("llama", "mlp"), ("mixtral", "experts")])
 def test_a_copy_that_peft_saves(arch: str, name: str) -> None:
-    """PEFT trains a copy of a module to save and leaves the original in its place."""
+    """PEFT trains a copy of a module, to save it, and keeps the original."""
     peft = pytest.importorskip("peft")
     model = build(arch)
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
@@ -278,7 +278,7 @@ def test_a_copy_that_peft_saves(arch: str, name: str) -> None:
 
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
+    """Each expert should get 2048 tokens of a chunk; dense layers keep their own chunk size."""
     original, lengths = in_chunks.tiled_part, set()
 
     def recorded(*args: object, **options: object) -> object:
@@ -292,12 +292,12 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     tiled = tiled_copy(untiled, layer=False, chunk_tokens=None, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
     monkeypatch.setattr(in_chunks, "tiled_part", recorded)
-    assert_same_step(tiled, untiled, batch_of(1, 4150))  # a chunk of 4 experts, 2 of them a token, and a remainder
+    assert_same_step(tiled, untiled, batch_of(1, 4150))  # a chunk of 4 experts, 2 per token, and a remainder
     assert lengths == {4096}
 
 
 def refused(match: str, target: nn.Module | None, function=None, **options: object) -> bool:
-    """Whether nothing changed; fails where it is not refused with these words."""
+    """Whether nothing changed. Fails unless the call is refused with these words."""
     before = snapshot(target)
     with pytest.raises(ValueError, match=match):
         (function or seqtile.apply_seqtile)(target, **options)
@@ -313,7 +313,7 @@ def test_refused_losses() -> None:
 
 
 def autocast(model: nn.Module) -> None:
-    """A wrapper that calls itself by the wrapped function's name is a wrapper all the same."""
+    """A wrapper that calls itself by the wrapped function's name is still recognised as a wrapper."""
     model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
 
 
@@ -375,7 +375,7 @@ class NoForward(LlamaForCausalLM):
 
 @pytest.mark.parametrize("cls", [OwnForward, NoForward])
 def test_subclasses(cls: type) -> None:
-    """A forward of its own goes on around the tiled loss."""
+    """Its own forward keeps running around the tiled loss."""
     model, batch = cls(config_of("llama")).train(), batch_of(1, 101)
     truth = model(**batch).loss
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)

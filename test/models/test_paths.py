@@ -1,4 +1,5 @@
-"""Which way each part runs, read or called chunk by chunk, is chosen at every forward, told by `status`, and right."""
+"""Every forward decides whether each part reads weights or calls modules chunk by chunk; `status` reports it
+correctly."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def lora(*targets: str, **options: object) -> Change:
 
 
 class Rounded(nn.Linear):
-    """Stands for a quantised layer: what it computes is not its weight's product."""
+    """Represents a quantized layer: it does not compute its weight's product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight + (self.weight.round() - self.weight).detach(), self.bias)
@@ -81,7 +82,7 @@ def nested(model: nn.Module) -> nn.Module:
 
 
 def of_the_mlp(change: Callable[[nn.Module], None]) -> Change:
-    """`change` of every adapter in the MLPs; one in the attention stays to be trained."""
+    """`change` of every adapter in the MLPs; one in the attention remains trainable."""
 
     def apply(model: nn.Module) -> nn.Module:
         model = lora(*PROJECTIONS, "q_proj")(model)
@@ -94,7 +95,7 @@ def of_the_mlp(change: Callable[[nn.Module], None]) -> Change:
 
 
 ADAPTER = "gate_proj has a LoRA adapter"
-# what is done to the model -> why its MLP and its loss are called chunk by chunk, None where they are read
+# A change to the model -> why its MLP and its loss are called chunk by chunk, None if their weights are read.
 PATHS: dict[str, tuple[Change, str | None, str | None]] = {
     "lora of all": (lora(*PROJECTIONS), None, None),
     "lora of one": (lora("up_proj"), None, None),
@@ -117,7 +118,7 @@ PATHS: dict[str, tuple[Change, str | None, str | None]] = {
 
 
 def pair(change: Change, arch: str, when: str) -> tuple[nn.Module, nn.Module]:
-    """The same model, changed the same way, untiled and tiled; tiled before or after the change."""
+    """The same model with the same change, untiled and tiled; tiled before or after the change."""
     original, models = build(arch, tie_word_embeddings=False), []
     for is_tiled in (False, True):
         model = copy.deepcopy(original)
@@ -181,7 +182,7 @@ of_experts = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.routed])
 def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: str) -> None:
-    """PEFT computes the weights of all experts for every forward; here once for all chunks."""
+    """PEFT computes the weights of all experts in every forward; here once for all chunks."""
     untiled, tiled = pair(of_experts, arch, when)
     assert seqtile.status(tiled).mlp.tiled == 2
     for model in (untiled, tiled):
@@ -193,7 +194,7 @@ def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: 
 
 @eager_memory
 def test_computed_weights_of_experts_do_not_outlive_their_layer() -> None:
-    """Under checkpointing nothing of a layer is alive after its forward but its input."""
+    """Under checkpointing only a layer's input is alive after its forward."""
     alive = []
     for model in pair(of_experts, "mixtral", "after"):
         model.enable_input_require_grads()
@@ -222,5 +223,5 @@ def test_plain_lora_spends_nothing_on_frozen_weights() -> None:
             loss_and_gradients(model, **batch)
         counts.append(flops.total)
     unit, ignored = 2 * 190 * 48 * 130, 2 * 5 * 48 * 211  # a frozen head costs two products
-    adapters = 2 * 190 * 4 * (48 + 130)  # one direction of one of them
+    adapters = 2 * 190 * 4 * (48 + 130)  # one direction of one adapter
     assert 2 * 2 * unit - 2 * ignored < counts[1] - counts[0] <= 2 * 2 * unit - 2 * ignored + 2 * 9 * adapters

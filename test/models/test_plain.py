@@ -1,4 +1,4 @@
-"""Modules that are not what they seem: they are called as they are, `status` says why, and everything is right."""
+"""Modules that only look plain: they are called unchanged, `status` says why, and all results are right."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +38,7 @@ Around = Callable[[], AbstractContextManager]
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """As a fake quantiser does: coarse in the forward, the identity in the backward."""
+    """Like a fake quantizer: coarse in the forward, the identity in the backward."""
     return weight + ((weight * 4).round() / 4 - weight).detach()
 
 
@@ -133,7 +133,7 @@ def activated(change: Callable[[nn.Module], None], reason: str) -> tuple:
 
 
 class SiLU(nn.Module):
-    """Named like torch's."""
+    """Has the name of torch's SiLU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return doubled_silu(x)
@@ -175,7 +175,7 @@ def unchanged(model: nn.Module) -> nn.Module:
 
 REPLACED, BY, OWN_CALL = "forward was replaced", f"was replaced by {__name__}", "a __call__ of its own"
 of_mlp_lora = lora(*PROJECTIONS)
-# name -> what is done to the model, around its steps, the reason, and whether it concerns lm_head, too
+# name -> the change to the model, the context of its steps, the reason, and whether it also affects lm_head.
 ABUSES: dict[str, tuple[Change, Around, str, bool]] = {
     "global forward hook": hooked(register_module_forward_hook, halve_linear, f", {__name__}.halve_linear"),
     "global forward hook of attentions": hooked(register_module_forward_hook, halve_attention),
@@ -235,7 +235,7 @@ def test_called_as_it_is(name: str, mode: str) -> None:
             assert status.layer.problem.startswith("attention by groups of heads reads its weights, and ")
             return
         assert mode == "mlp" or status.layer.reason is not None
-        if mode == "layer":  # whose attention's own call no chunk can make
+        if mode == "layer":  # no chunk can make attention's own call
             assert ("in chunks" in str(status.layer)) == (module_call_reason() is None), status
         truth = loss_and_gradients(untiled, **batch)
         assert_equal(loss_and_gradients(tiled, **batch), truth)
@@ -264,7 +264,7 @@ def default_device() -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around", [default_device, ModuleTracker, zero3_linear])
 def test_read_all_the_same(around: Around, mode: str) -> None:
-    """What torch and DeepSpeed leave active changes nothing, and no weight is called for it."""
+    """Modes that torch and DeepSpeed leave active change nothing, and no module is called because of them."""
     untiled, tiled = pair(unchanged, **MODES[mode])
     batch = whole(101)
     truth = loss_and_gradients(untiled, **batch)
@@ -281,7 +281,7 @@ def test_read_all_the_same(around: Around, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mlp", "layer"])
 def test_a_function_mode_left_before_the_backward(mode: str) -> None:
-    """Untiled, the backward knows what ran under the mode; tiled, it runs that again."""
+    """Untiled, the backward knows what ran under the mode; tiled, it runs the same again."""
     untiled, tiled = pair(unchanged, **MODES[mode])
     batch, found = whole(101), []
     for model in (tiled, untiled):
@@ -306,7 +306,7 @@ def global_hook(model: nn.Module) -> AbstractContextManager:
 
 @pytest.mark.parametrize("around", [hooked_head, linear_replaced, global_hook])
 def test_what_is_changed_back_before_the_backward(around: Callable[[nn.Module], AbstractContextManager]) -> None:
-    """What ran in the forward cannot be run again: said, rather than something else run."""
+    """The backward cannot run the forward's code again: it raises an error instead of running something else."""
     _, tiled = pair(unchanged)
     with around(tiled):
         loss = tiled(**whole(101)).loss
@@ -318,7 +318,7 @@ def test_what_is_changed_back_before_the_backward(around: Callable[[nn.Module], 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
 @pytest.mark.parametrize("change", [unchanged, of_mlp_lora, of_mlps(named_silu)], ids=["plain", "lora", "named SiLU"])
 def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
-    """A compiler traces the questions, without a break, and has the same answers."""
+    """A compiler traces the checks without a graph break, and gets the same answers."""
     model = change(build(arch))
     seqtile.apply_seqtile(model, layer=arch == "llama", chunk_tokens=CHUNK)
     forward = original_forward(model.model.layers[0].mlp)

@@ -1,4 +1,4 @@
-"""Quantised bases, by the real bitsandbytes and torchao, under PEFT's LoRA: read, tiled, equal to the untiled model."""
+"""Bases quantized by the real bitsandbytes and torchao, under PEFT's LoRA: read, tiled, equal to the untiled model."""
 
 import copy
 import re
@@ -41,7 +41,7 @@ def quantised(model: nn.Module, compute_dtype: torch.dtype | None = torch.float3
 
 
 def of_torchao(model: nn.Module, kind: str) -> nn.Module:
-    """The model with the projections of its layers in a layout of torchao's for weights alone, frozen."""
+    """The model with the projections of its layers in one of torchao's weight-only layouts, frozen."""
     ao = pytest.importorskip("torchao.quantization")
     model.requires_grad_(False)
     configs = {
@@ -77,7 +77,7 @@ CASES = [(*each, options) for each in FROZEN for options in OPTIONS if (each[0],
 def test_equals_untiled(arch: str, kind: str, options: dict, reentrant: bool | None) -> None:
     model, batch = with_lora(of_few_bits(build(arch, intermediate_size=128), kind), *PROJECTIONS), batch_of(2, 101)
     checkpointing(model.get_base_model(), reentrant)
-    expected = loss_and_gradients(model, **batch)  # of the same model, since a copy of an NF4Tensor is quantised anew
+    expected = loss_and_gradients(model, **batch)  # of the same model: a copy quantizes an NF4Tensor again
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
     status = seqtile.status(model)
     assert status.mlp.tiled == 2 and (arch == "gemma2" or (status.layer or status.mlp).reason is None)
@@ -85,7 +85,7 @@ def test_equals_untiled(arch: str, kind: str, options: dict, reentrant: bool | N
 
 
 def in_8_bits(model: nn.Module) -> nn.Module:
-    """The model with one projection of each MLP as a layer of bitsandbytes whose product is one of 8 bits, frozen."""
+    """The model with one projection of each MLP as a frozen bitsandbytes layer with 8-bit products."""
     for layer in model.requires_grad_(False).model.layers:
         up = layer.mlp.up_proj
         eight = bnb.nn.Linear8bitLt(up.in_features, up.out_features, bias=False, has_fp16_weights=False)
@@ -99,7 +99,7 @@ def in_8_bits(model: nn.Module) -> nn.Module:
     [("torchao", "quantises or scales its input (Int8Tensor)", 1e-5), ("bitsandbytes", "Linear8bitLt", 1e-3)],
 )
 def test_what_quantises_its_input_is_called(kind: str, reason: str, rtol: float) -> None:
-    """Token by token, so that chunks compute what the whole does; their weights, read, would compute something else."""
+    """Token by token, so chunks compute the same as the whole; reading their weights would compute something else."""
     model = build("llama", intermediate_size=128)
     theirs = of_torchao(model, "int8, inputs too") if kind == "torchao" else in_8_bits(model)
     ours = tiled_copy(theirs)
@@ -111,7 +111,7 @@ def test_what_quantises_its_input_is_called(kind: str, reason: str, rtol: float)
 
 
 def test_without_an_adapter() -> None:
-    """The gradient goes through to what is trained below."""
+    """The gradient passes through to the trainable layers below."""
     theirs = quantised(build("llama"), **KINDS["nf4"])
     theirs.model.embed_tokens.requires_grad_(True)
     batch = batch_of(2, 101)
@@ -121,14 +121,14 @@ def test_without_an_adapter() -> None:
 
 
 def test_another_dtype_is_called() -> None:
-    """A layer that computes in bfloat16 what it is given in float32 is called: read it would compute in float32."""
+    """A layer that computes in bfloat16 for float32 inputs is called; reading its weights would compute in float32."""
     theirs = with_lora(quantised(build("llama"), torch.bfloat16, **KINDS["nf4"]), *PROJECTIONS)
     ours, batch = tiled_copy(theirs, check=False), batch_of(2, 101)
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
 
 
 def test_products() -> None:
-    """Of a frozen MLP in 4 bits, checkpointed: 3 u in the forward, and 2 u and 3 u in the backward."""
+    """A frozen, checkpointed 4-bit MLP: 3 u in the forward, and 2 u and 3 u in the backward."""
     model = tiled_copy(quantised(build("llama"), **KINDS["nf4"]))
     mlp, x = model.model.layers[0].mlp, torch.randn(1, 101, 48, requires_grad=True)
     unit = 2 * 101 * 48 * 130
@@ -143,8 +143,8 @@ def test_products() -> None:
 @eager_memory
 @pytest.mark.parametrize("kind", ["nf4, double", *TORCHAO])
 def test_memory(kind: str) -> None:
-    """At most what the same MLP takes over a base of numbers, and its decoded weights once; and, of torchao's NF4, what
-    its decoding of one takes beside that."""
+    """At most the memory of the same MLP with a plain base, plus its dequantized weights once; for torchao's NF4 also
+    the temporaries of one dequantization."""
     hidden, width, tokens = 256, 704, 4096
 
     def peak(model: nn.Module) -> int:

@@ -1,5 +1,5 @@
-"""What somebody put into a model is in no proof on a small model of its class: it is tried out by itself when seqtile
-is applied, tiled where it computes token by token, and else left untiled by name."""
+"""Modules that users put into a model are not in the small model of its class. When seqtile is applied, it tests such a
+module by itself, tiles it if it computes token by token, and otherwise leaves it untiled by name."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -22,7 +22,7 @@ class Mixing(nn.Module):
 
 
 class MixingBack(nn.Module):
-    """Its gradient is one of all tokens, its output is not."""
+    """Its gradient mixes tokens, its output does not."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -40,7 +40,7 @@ class MixingBack(nn.Module):
 class OwnGelu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full((13,), 1.3))  # one number would have a gradient that cancels
+        self.scale = nn.Parameter(torch.full((13,), 1.3))  # with one element, its gradient would cancel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.scale * (x * torch.sigmoid(1.702 * x)).unflatten(-1, (-1, 13))).flatten(-2)
@@ -56,7 +56,7 @@ class OwnNorm(nn.Module):
 
 
 class OwnMLP(nn.Module):
-    """It is no class that a small model has, and computes token by token."""
+    """No small model has this class, and it computes token by token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MixingLinear(nn.Linear):
 
 
 class LowRank(nn.Module):
-    """An adapter of one's own, which calls the layer that it stands in for `base_layer`, as PEFT does."""
+    """A user's own adapter, which calls the layer that it replaces, `base_layer`, as PEFT does."""
 
     def __init__(self, layer: nn.Linear, mix: bool) -> None:
         super().__init__()
@@ -91,12 +91,12 @@ Change = Callable[[nn.Module], None]
 
 
 def of_each(name: str, change: Change) -> Change:
-    """The change of a module of every layer."""
+    """The change of one module in every layer."""
     return lambda model: [change(layer.get_submodule(name)) for layer in model.model.layers]
 
 
 def in_layer(name: str, made: Callable[[nn.Module], nn.Module]) -> Change:
-    """Puts what is made of it in place of a module of every layer."""
+    """Replaces a module in every layer by what `made` makes of it."""
     owner, _, child = name.rpartition(".")
     return of_each(owner, lambda module: setattr(module, child, made(getattr(module, child))))
 
@@ -117,7 +117,7 @@ def mixing_linear(module: nn.Module) -> None:
 DEPENDS = "in which tokens depend on others"
 MLP, LAYER, HEAD = "mlp", "layer", "loss"
 NORM = "post_attention_layernorm"
-WRONG: dict[str, tuple[Change, str, str]] = {  # what is done, of which part it is, what of it is said
+WRONG: dict[str, tuple[Change, str, str]] = {  # the change to the model, the affected part, and the message
     "activation": (in_layer("mlp.act_fn", lambda _: Mixing()), MLP, "act_fn is a Mixing"),
     "torch's softmax": (in_layer("mlp.act_fn", lambda _: nn.Softmax(dim=1)), MLP, "act_fn is a Softmax"),
     "gradient": (in_layer("mlp.act_fn", lambda _: MixingBack()), MLP, "act_fn is a MixingBack"),
@@ -226,7 +226,7 @@ class Uncopied(nn.Identity):
     ids=lambda given: type(given).__name__ if isinstance(given, nn.Module) else "",
 )
 def test_a_trial(module: nn.Module, reason: str | None, dtype: torch.dtype) -> None:
-    """It leaves no trace."""
+    """It has no side effects."""
     module = module.to(dtype).train()
     before = {} if "meta" in map(str, {p.device for p in module.parameters()}) else module.state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
@@ -246,7 +246,7 @@ def mixing_input(module: nn.Module, args: tuple) -> tuple[torch.Tensor]:
     return (args[0] + args[0].mean(-2, keepdim=True),)
 
 
-HOOKED = {  # where a hook is put, as what, the part that cannot run in chunks then, and the class that it is of
+HOOKED = {  # the hook's place and type, the part that it keeps from running in chunks, and that part's class
     "activation": ("model.layers.1.mlp.act_fn", mixing_output, "mlp", "LlamaMLP"),
     "projection": ("model.layers.1.mlp.down_proj", mixing_input, "mlp", "LlamaMLP"),
     "head": ("lm_head", mixing_output, "loss", "LlamaForCausalLM"),
@@ -264,7 +264,7 @@ def hooked(name: str, model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_that_mixes_tokens(name: str, layer: bool) -> None:
-    """It is tried out when seqtile is applied: what it is in is left untiled, by name."""
+    """It is tested when seqtile is applied: the module that contains it stays untiled, by name."""
     place, _, _, owner = HOOKED[name]
     untiled = hooked(name, build("llama"))
     tiled = tiled_copy(untiled, layer=layer)
@@ -276,7 +276,7 @@ def test_a_hook_that_mixes_tokens(name: str, layer: bool) -> None:
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None:
-    """The first step tries it out, and raises; one that treats every token alike may come."""
+    """The first step tests it and raises; hooks that treat every token alike may be added."""
     _, _, part, owner = HOOKED[name]
     tiled = tiled_copy(build("llama"), layer=layer)
     tiled.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: output * 0.5)
@@ -298,7 +298,8 @@ def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None
     ],
 )
 def test_a_hook_that_treats_every_token_alike(arch: str, place: str, options: dict, autocast: bool) -> None:
-    """It may stay, also on a module that does not run on random tokens, as a router, and where products are rounded."""
+    """It may stay, also on modules that do not run on random tokens, such as a router, and where products are
+    rounded."""
     model, seen = build(arch), []
     model.get_submodule(place).register_forward_hook(lambda module, args, output: seen.append(output))
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)

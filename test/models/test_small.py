@@ -1,4 +1,4 @@
-"""A small model has what the config has: every kind of layer, shared keys, head sizes by layer; and nothing else."""
+"""A small model has exactly what the config has: every kind of layer, shared keys, and head sizes by layer."""
 
 import pytest
 import torch
@@ -23,15 +23,15 @@ def made(model_type: str, **changes: object) -> PreTrainedModel:
 @pytest.mark.full("a third of a second each; test_types.py has others every day", but=("*_text", "evolla"))
 @pytest.mark.parametrize("model_type", model_types())
 def test_every_kind_of_layer(model_type: str) -> None:
-    """Of the layers of the model whose sizes are the config's, every one is there with smaller sizes."""
+    """Every kind of layer of the full-size model exists, with smaller sizes."""
     try:
         model, cls = made(model_type), model_classes(model_type)[0]
         with torch.device("meta"):
             whole = cls(config_for(cls, CONFIG_MAPPING[model_type]()))
-    except Exception as error:  # of Hugging Face's code
+    except Exception as error:  # raised by Hugging Face's code
         pytest.skip(f"cannot be built: {error}")
     kinds = {structure_of(layer) for layer in layers_of(model)}
-    if model_type == "evolla":  # its code inserts its adapters by the number of layers
+    if model_type == "evolla":  # its code inserts adapters by the number of layers
         kinds |= {kind for kind in map(structure_of, layers_of(whole)) if any(set(kind) <= set(one) for one in kinds)}
     assert {structure_of(layer) for layer in layers_of(whole)} <= kinds
     expected, layers = Made(model), set(layers_of(whole))
@@ -49,7 +49,7 @@ def test_every_kind_of_layer(model_type: str) -> None:
     ],
 )
 def test_shared_keys(model_type: str, changes: dict) -> None:
-    """For every kind of layers there is one that writes keys, and one that reads those of another."""
+    """For every kind of layer one layer writes keys, and one reads those of another."""
     layers = [layer.self_attn for layer in layers_of(made(model_type, **changes))]
     for slides in (True, False):
         alike = [layer for layer in layers if layer.is_sliding is slides]
@@ -75,7 +75,7 @@ def test_shared_keys_of_a_few_layers(layers: int) -> None:
     ids=["few words", "few factors", "weights without elements"],
 )
 def test_sizes_smaller_than_a_small_models(model_type: str, changes: dict) -> None:
-    """Its proof runs all the same."""
+    """Its proof still runs."""
     found = list(findings(made(model_type, **changes)))
     assert {one.part for one in found} - {EXPERTS} == {LOSS, MLP, LAYER} and all(one.refusal is None for one in found)
 
@@ -88,7 +88,7 @@ def test_what_is_not_there_is_not_made() -> None:
 
 
 def test_layers_of_several_kinds() -> None:
-    """Heads of other sizes in full attention; an MLP in layers 3 and 5 of a mixture."""
+    """Other head sizes in full attention; an MLP in layers 3 and 5 of a mixture."""
     sizes = {layer.self_attn.layer_type: layer.self_attn.head_dim for layer in layers_of(made("gemma4_text"))}
     assert sizes["full_attention"] != sizes["sliding_attention"]
     of = made("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[3, 5])

@@ -1,4 +1,5 @@
-"""Modules that keep state would keep another chunk by chunk: refused by name, with their buffers as they were."""
+"""Modules with state would compute another state chunk by chunk: they are refused by name, and their buffers
+restored."""
 
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.on_gpu("refused before any kernel runs", only=every_val
 
 
 class Counting(nn.Module):
-    """Normalises by a running mean over the tokens that it has met in training, and counts them."""
+    """Normalises by a running mean over the tokens seen in training, and counts them."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -41,7 +42,7 @@ def spectral(name: str) -> Callable[[nn.Module], None]:
     return lambda model: nn.utils.spectral_norm(model.get_submodule(name))
 
 
-KEEPING: dict[str, tuple[Callable[[nn.Module], None], str]] = {  # what is done to the model, the name of its state
+KEEPING: dict[str, tuple[Callable[[nn.Module], None], str]] = {  # the change to the model, and the name of its state
     "spectral norm of a projection": (spectral("model.layers.1.mlp.up_proj"), r"up_proj\.weight_u"),
     "statistics in the MLP": (counted("mlp", "act_fn", 130), r"act_fn\.1\.(mean_square|tokens)"),
     "spectral norm of the head": (spectral("lm_head"), r"head\.weight_u"),
@@ -60,7 +61,7 @@ def keeping(name: str, device: str) -> nn.Module:
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize(("name", "layer"), TILED)
 def test_state_is_refused(name: str, layer: bool, reentrant: bool | None, device: str) -> None:
-    """With what keeps state in evaluation, and the rest in training, loss and gradients are the untiled ones."""
+    """With stateful modules in evaluation mode and the rest in training, loss and gradients are the untiled ones."""
     untiled, batch = keeping(name, device), batch_of(3, 101, device)
     tiled = tiled_copy(untiled, layer=layer)
     untiled(**batch_of(2, 31, device))

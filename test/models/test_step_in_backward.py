@@ -1,4 +1,5 @@
-"""Weights that change while a backward runs, or between forward and backward: never a gradient of two weights mixed."""
+"""Weights that change during a backward, or between forward and backward: no gradient mixes two versions of the
+weights."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def without_grad(_: nn.Parameter) -> Step:
 
 
 def trained(model: nn.Module, make_step: Callable[[nn.Parameter], Step], batches: list[dict]) -> dict:
-    """Every parameter steps as soon as its gradient is there, once in a backward; returns them."""
+    """Every parameter steps as soon as its gradient exists, once per backward. Returns the parameters."""
     fired: Counter[str] = Counter()
 
     def stepped(name: str, step: Step, parameter: nn.Parameter) -> None:
@@ -51,7 +52,7 @@ def trained(model: nn.Module, make_step: Callable[[nn.Parameter], Step], batches
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    """LoRA on every projection and the head, its halves trained as well as the norms."""
+    """LoRA on every projection and the head; its matrices and the norms are trained."""
     model = with_lora(model, *PROJECTIONS, "lm_head")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name or "norm" in name)
@@ -60,7 +61,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 CASES = [(what, mode) for what in ("llama", "qwen3", "phi3", "adapters") for mode in MODES]
-CASES.remove(("phi3", "groups"))  # which its layers do not have
+CASES.remove(("phi3", "groups"))  # its layers do not have them
 
 
 @pytest.mark.full("of 99 cases", but=every_pair)
@@ -68,7 +69,7 @@ CASES.remove(("phi3", "groups"))  # which its layers do not have
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize(("what", "mode"), CASES)
 def test_steps_inside_the_backward(what: str, mode: str, reentrant: bool | None, make_step: Callable) -> None:
-    """qwen3's embeddings are tied to its head. Four steps; Hugging Face does the same."""
+    """qwen3's embeddings are tied to its head. Four steps, equal to Hugging Face's."""
     untiled = with_adapters(build("llama")) if what == "adapters" else build(what)
     tiled = tiled_copy(untiled, **MODES[mode])
     before = {name: parameter.detach().clone() for name, parameter in untiled.named_parameters()}
@@ -78,7 +79,7 @@ def test_steps_inside_the_backward(what: str, mode: str, reentrant: bool | None,
     theirs, ours = trained(untiled, make_step, batches), trained(tiled, make_step, batches)
     for name, parameter in theirs.items():
         assert relative_error(parameter, before[name]) > 1e-4, f"{name} was not trained"
-        error = relative_error(ours[name], parameter)  # AdamW divides what rounding left of small gradients by itself
+        error = relative_error(ours[name], parameter)  # AdamW divides rounding errors of small gradients by themselves
         assert error <= 1e-4, f"{name}: relative error {error:.1e}"
 
 
@@ -92,7 +93,7 @@ def test_a_weight_changed_between_forward_and_backward(mode: str) -> None:
     raised = set()
     for name, parameter in untiled.named_parameters():
         if "embed" in name:
-            continue  # which no forward of seqtile's reads
+            continue  # no forward of seqtile's reads it
         ours = tiled.get_parameter(name)
         for model, changed in ((untiled, parameter), (tiled, ours)):
             model.zero_grad(set_to_none=True)

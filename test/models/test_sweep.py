@@ -21,7 +21,7 @@ def rows_of(model_type: str) -> dict[str, Row]:
 def test_a_type(model_type: str) -> None:
     try:
         rows = rows_of(model_type)
-    except Exception as error:  # of Hugging Face's code
+    except Exception as error:  # raised by Hugging Face's code
         pytest.skip(f"cannot be built: {error}")
     if (row := rows["as it is"]).how == FAILS:
         pytest.skip(f"does not run on text alone: {row.reason}")
@@ -38,8 +38,8 @@ def test_a_type(model_type: str) -> None:
     ],
 )
 def test_what_is_refused(model_type: str, variant: str, reason: str) -> None:
-    """An attention that does all itself, with a mask of all tokens and queries of a chunk; a mixture of experts that
-    returns routes besides."""
+    """An attention that computes everything itself, with a mask of all tokens but queries of one chunk; a mixture of
+    experts that also returns routes."""
     if (row := rows_of(model_type)[variant]).how == FAILS:  # doge, in transformers 5.16
         pytest.skip(f"fails untiled: {row.reason}")
     assert row.how == REFUSED and reason in row.reason

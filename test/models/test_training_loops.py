@@ -1,4 +1,4 @@
-"""Loops that a user may write around a tiled model: gradient scaling, micro-batches, compiled layers."""
+"""Training loops that users may write around a tiled model: gradient scaling, micro-batches, compiled layers."""
 
 import copy
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ def three(arch: str, device: str, reentrant: bool | None = None, **changes: obje
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast | nullcontext:
-    """Autocast for a model in float32; the float64 model is the truth and runs as it is."""
+    """Autocast for a float32 model; none for the float64 model, which is the reference."""
     wanted = dtype != torch.float32 and model.dtype == torch.float32
     return torch.autocast(model.device.type, dtype) if wanted else nullcontext()
 
@@ -38,7 +38,7 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast | nullconte
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "phi3"])
 def test_micro_batches_under_autocast(arch: str, dtype: torch.dtype, reentrant: bool | None, device: str) -> None:
-    """Micro-batches longer and shorter than a chunk, counted together; float16 with its loss scaled."""
+    """Micro-batches longer and shorter than a chunk, with a common token count; float16 with a scaled loss."""
     models = three(arch, device, reentrant)
     batches = [batch_of(1, 31, device), batch_of(3, 101, device), batch_of(1, CHUNK, device), batch_of(2, 77, device)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
@@ -54,7 +54,7 @@ def test_micro_batches_under_autocast(arch: str, dtype: torch.dtype, reentrant: 
 
 
 def poison_last_token(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-    """A forward hook that makes one number of its output's gradient infinite, in the last chunk."""
+    """A forward hook that makes one element of its output's gradient infinite, in the last chunk."""
 
     def poisoned(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -65,8 +65,9 @@ def poison_last_token(module: nn.Module, inputs: object, output: torch.Tensor) -
 
 
 def scaled_steps(model: nn.Module, batches: list[Batch]) -> tuple[list[tuple[float, bool]], dict[str, torch.Tensor]]:
-    """Trains in float16 with a scaler: the scale after every step, whether the step was taken, and all updates. The
-    first step's scale overflows; in the third, one token's gradient is infinite. The float64 model leaves both out."""
+    """Trains in float16 with a scaler. Returns the scale after every step, whether the step was taken, and all updates.
+    The first step's scale overflows; in the third, one token's gradient is infinite. The float64 model skips both
+    steps."""
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     exact = model.dtype == torch.float64
     options = {"init_scale": 2.0**32, "backoff_factor": 2.0**-17, "growth_interval": 2}
@@ -115,7 +116,7 @@ BREAK = "seqtile.gated_mlp saves its input in a node of its own"
 @pytest.mark.full("10 s of compiler each, of the same graph", but=("llama",))
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "phi3"])
 def test_compiled_layers(arch: str, device: str) -> None:
-    """A layer is cut at the MLP, there alone, and not at all where a sequence fits in a chunk."""
+    """The graph of a layer breaks only at the MLP, and not at all if a sequence fits in a chunk."""
     eager, _, _ = three(arch, device)
     for length, breaks in ((101, 1), (CHUNK, 0)):
         fresh_compiler()
@@ -134,8 +135,8 @@ def test_compiled_layers(arch: str, device: str) -> None:
     [("model", None), ("torch.compile", None), *(("layer.compile", reentrant) for reentrant in (None, False, True))],
 )
 def test_compiled_of_any_length(how: str, reentrant: bool | None, device: str) -> None:
-    """Sequences of new lengths, longer and shorter than a chunk, are right; under checkpointing, what Hugging Face
-    checkpoints inside the compiled layer runs eagerly where the MLP cuts it."""
+    """Sequences of new lengths, longer and shorter than a chunk, are right. Under checkpointing, the code that Hugging
+    Face checkpoints inside the compiled layer runs eagerly where the MLP breaks the graph."""
     fresh_compiler()
     eager, _, _ = three("llama", device, reentrant)
     compiled = copy.deepcopy(eager)

@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer. It wraps the model's forward and computes the loss from hidden states by itself, so that seqtile
-tiles the MLP there, and the loss as well where `compute_loss` is Trainer's."""
+"""TRL's SFTTrainer wraps the model's forward and computes the loss from hidden states by itself. seqtile then tiles the
+MLP, and also the loss if `compute_loss` is Trainer's."""
 
 import copy
 from collections import Counter
@@ -24,7 +24,7 @@ trl = pytest.importorskip("trl")
 
 
 class OwnLoss(trl.SFTTrainer):
-    """Takes the model's own loss, as Trainer does."""
+    """Uses the model's own loss, as Trainer does."""
 
     compute_loss = Trainer.compute_loss
 
@@ -34,7 +34,7 @@ TRAINERS = [pytest.param(trl.SFTTrainer, id="trl's loss"), pytest.param(OwnLoss,
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    """How often seqtile's loss and seqtile's MLP ran; what a test tiles is untiled after it."""
+    """Counts the calls of seqtile's loss and MLP; untiles after each test."""
     counted: Counter[str] = Counter()
 
     def count(module: Any, name: str) -> None:
@@ -56,7 +56,7 @@ def chats() -> Any:
 
 
 def tiled_by(model: nn.Module, how: str) -> nn.Module:
-    """A copy of `model` that is tiled by itself, or built of tiled classes."""
+    """A tiled copy of `model`, or a copy built of tiled classes."""
     if how == "model":
         return tiled_copy(model)
     getattr(seqtile, f"apply_seqtile_to_{model.config.model_type}")(chunk_tokens=CHUNK)
@@ -68,7 +68,7 @@ def tiled_by(model: nn.Module, how: str) -> nn.Module:
 def both(
     cls: type, model: nn.Module, documents: Any, output: Path, calls: Counter, how: str = "model", **options: Any
 ) -> tuple[Run, Run]:
-    """The tiled training and the untiled one; seqtile's loss ran where it should, and its MLP."""
+    """Returns the tiled training and the untiled one; checks that seqtile's loss ran where expected, and its MLP."""
     calls.clear()
     start = copy.deepcopy(model)
     theirs = run(trainer(cls, model, documents, output, **options))
@@ -123,7 +123,7 @@ def test_lora(how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
 @pytest.mark.full("each trainer costs seconds", but=("trl*",))
 @pytest.mark.parametrize("cls", TRAINERS)
 def test_bfloat16_autocast(cls: type, tmp_path: Path, calls: Counter) -> None:
-    """What TRL does unless told otherwise; the training in float32 is the truth."""
+    """TRL's default; training in float32 is the reference."""
     model, documents = gentle("llama"), token_documents()
     true = run(trainer(cls, copy.deepcopy(model), documents, tmp_path))
     ours, theirs = both(cls, model, documents, tmp_path, calls, bf16=None)
@@ -146,8 +146,8 @@ def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["model", "classes"])
 def test_status_tells_of_both_and_restore_is_refused(how: str, tmp_path: Path) -> None:
-    """TRL's forward decides at every call who computes the loss, so `status` names it and seqtile; it keeps the forward
-    that it found, so that seqtile cannot be taken off inside it."""
+    """TRL's forward decides at every call who computes the loss, so `status` names it and seqtile. It holds the forward
+    that it found, so seqtile cannot be removed inside it."""
     model = tiled_by(gentle("llama"), how)
     trainer(trl.SFTTrainer, model, token_documents(), tmp_path)
     status = seqtile.status(model)

@@ -1,4 +1,4 @@
-"""Every model type of Hugging Face's is tiled as docs/models.md says, and computes the same tiled."""
+"""Every Hugging Face model type is tiled as docs/models.md says, and computes the same tiled."""
 
 import re
 from collections.abc import Iterator
@@ -82,14 +82,14 @@ def test_by_the_classes(model_type: str) -> None:
 
 
 def interleaved(q, k, cos, sin, unsqueeze_dim=1):
-    """A rotary embedding that turns neighbours, not halves."""
+    """A rotary embedding that rotates pairs of neighbours instead of halves."""
     cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for x in (cos, sin))
     turned = [torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) for x in (q, k)]
     return q * cos + turned[0] * sin, k * cos + turned[1] * sin
 
 
 def test_another_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is seen in its source, and were it not, the proof would find it."""
+    """Its source shows it; if it did not, the proof would find it."""
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
     model = small_model(LlamaForCausalLM, LlamaConfig())
     [found] = [found for found in proof.findings(model) if found.part is LAYER]
@@ -110,14 +110,14 @@ class ScaledMLP(nn.Module):
 
 
 class MixingMLP(ScaledMLP):
-    """Looks like an MLP, and lets each token see the one before it."""
+    """Looks like an MLP, but lets each token see the previous one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.gelu(self.up(x + x.roll(1, dims=1))))
 
 
 class WithoutGradientMLP(ScaledMLP):
-    """Its gradients are no numbers."""
+    """Its gradients are NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 0 * (x - x).abs().sqrt()
@@ -129,7 +129,7 @@ class Scaled(nn.Module):
         self.inner = ScaledMLP()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, scale=2.0)  # an option: the tiled forward hands it on, untiled
+        return self.inner(x, scale=2.0)  # an option, which the tiled forward passes on, untiled
 
 
 class Convolution(ScaledMLP):
@@ -171,7 +171,7 @@ class UnusedGPT2(GPT2LMHeadModel):
 
 
 def test_a_part_that_differs_is_left_untiled() -> None:
-    """A layer with it neither: the layer's file was proven, and not with what somebody put into it."""
+    """Nor is a layer that contains it: the layer's file was proven without the user's module."""
     model = small_model(MixingGPT2, GPT2Config())
     with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
         seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
@@ -190,7 +190,7 @@ def test_a_part_that_differs_is_left_untiled() -> None:
     ],
 )
 def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> None:
-    """Untiled equals untiled, a module that is not called itself, and what is no number nothing."""
+    """A proof is void if it compares untiled with untiled, does not call the module, or has values that are NaN."""
     model = small_model(cls, GPT2Config())
     seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
     status = seqtile.status(model)
@@ -201,7 +201,7 @@ def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> 
 @pytest.mark.full("a dozen seconds of hrm_text", but=("llama-*", "gpt_oss-*", "olmo2-*"))
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers, each once as an MLP and once or, by groups of heads, twice as a layer."""
+    """Two layers, each once as an MLP and once (or, by groups of heads, twice) as a layer."""
     counted: list[proof.WayTaken] = []
     leave = proof.WayTaken.__exit__
     monkeypatch.setattr(proof.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))
@@ -223,7 +223,7 @@ def test_the_proof_leaves_no_trace() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """The small models on which something is proven; nothing is found of them."""
+    """Records the small models on which something is proven; no proof finds a difference."""
     found: list[object] = []
     monkeypatch.setattr(proof, "findings", lambda model: found.append(model) or [])
     proof._proof_of.cache_clear()
@@ -273,7 +273,7 @@ def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of its file for other configs stands; where nothing is, it is left untiled."""
+    """Records of its file for other configs are valid for it; without any, the model stays untiled."""
     model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
     monkeypatch.setattr(proof, "_proof_of", lambda *_: "IndexError: too small")
     if not known:
@@ -286,7 +286,7 @@ def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytes
 @documented
 @pytest.mark.parametrize("known", REAL_CONFIGS, ids=lambda known: known[0])
 def test_well_known_configs(known: tuple, runs: list[object]) -> None:
-    """Nothing is run, and nothing taken for replaced, before such a model is tiled."""
+    """Such a model is tiled without running a proof, and without treating any module as replaced."""
     _, model_type, said = known
     model = unfilled(model_classes(model_type)[0], config_of(model_type, said))
     reason_of = proof.unproven(model)
@@ -297,7 +297,7 @@ def test_well_known_configs(known: tuple, runs: list[object]) -> None:
 
 
 def test_attention_is_given_the_whole() -> None:
-    """A layer that is called chunk by chunk gives its attention function what belongs to the whole sequence."""
+    """A layer that runs chunk by chunk gives its attention function the tensors of the whole sequence."""
     shapes: list[dict[str, torch.Size]] = []
 
     def watched(module: nn.Module, q: torch.Tensor, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The modules compute what the ops compute, with the options given once."""
+"""The modules compute what the ops compute; their options are given once."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def operands(device: str) -> tuple[torch.Tensor, ...]:
     return hidden, weight, torch.randint(0, 100, (63,), device=device), bias
 
 
-MODULES = {  # the op, every option, and what is given at a call
+MODULES = {  # the op, every option, and the arguments of a call
     LinearCrossEntropyLoss: (linear_cross_entropy, LOSS_OPTIONS, {"bias", "num_items"}),
     LinearLogProbs: (linear_log_probs, LOG_PROBS_OPTIONS, {"bias"}),
 }
@@ -49,7 +49,7 @@ def test_num_items_at_every_call(device: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_takes_every_option_with_the_same_default(module: type[nn.Module]) -> None:
-    """No option of an op is missing from its module, and none means something else there."""
+    """The modules have every option of their ops, with the same meaning."""
     op, _, per_call = MODULES[module]
     theirs = {p.name: p.default for p in inspect.signature(op).parameters.values() if p.kind is p.KEYWORD_ONLY}
     ours = {p.name: p.default for p in inspect.signature(module).parameters.values()}

@@ -1,4 +1,5 @@
-"""Checkpointed models whose layer inputs are in a store: the same bits, in memory that does not grow with layers."""
+"""Checkpointed models with layer inputs in a store: bitwise equal results, and memory that does not grow with
+layers."""
 
 import copy
 import gc
@@ -17,11 +18,11 @@ from support.plain_store import CPU, offloaded
 from support.tiny import batch_of, build, checkpointing, loss_and_gradients
 
 TOKENS = 40
-INPUT = TOKENS * 48 * 4  # bytes of a layer's
+INPUT = TOKENS * 48 * 4  # bytes of one layer's input
 
 
 class Noted(Copies):
-    """Copies that note each way back."""
+    """Records every copy back."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -61,7 +62,7 @@ def test_the_same_bits(arch: str, tiled: bool) -> None:
 
 
 def test_flat_in_the_number_of_layers() -> None:
-    """Live bytes but for weights and their gradients, of 2 and 16 layers, within two layer inputs."""
+    """Live bytes without weights and their gradients, of 2 and 16 layers, agree within two layer inputs."""
     tokens, peaks = 300, {}
     for layers in (2, 16):
         model = build("llama", num_hidden_layers=layers).requires_grad_(False)
@@ -83,7 +84,7 @@ def test_the_last_layers_are_kept(keep_last: int) -> None:
 
 
 def test_accumulation_and_several_models() -> None:
-    """Two models and two batches, forward by forward, then backward by backward."""
+    """Two models and two batches: all forwards, then all backwards."""
     models, batches, expected = [build("llama"), build("qwen3")], [batch_of(1, 40), batch_of(2, 70)], []
     for model in models:
         checkpointing(model, False)
@@ -100,7 +101,7 @@ def test_accumulation_and_several_models() -> None:
 
 
 def test_host_memory_that_is_full() -> None:
-    """The other layers' inputs stay, with one warning, in every step alike; or it is an error."""
+    """The other layers' inputs stay on the device, with one warning, in every step alike; or an error is raised."""
     model, batch = four_layers()
     checkpointing(model, False)
     expected = loss_and_gradients(model, **batch)
@@ -143,7 +144,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused, and what was enabled before stays, or nothing is enabled."""
+    """Refused; the previous state, enabled or not, remains."""
     model = build("llama")
     for arguments in ({"keep_last": -1}, {"tokens": 0}, {"host_memory_limit": -1}):
         [(name, value)] = arguments.items()
@@ -165,7 +166,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_way_back_begins_while_the_kept_layers_are_computed() -> None:
-    """One layer ahead of need, from the first on."""
+    """One layer before it is needed, starting with the first."""
     (model, batch), copies = four_layers(), Noted()
     checkpointing(model, False)
     install(Checkpoints(Store(Pool(), copies), small=0), model, 1)
@@ -178,7 +179,7 @@ def test_the_way_back_begins_while_the_kept_layers_are_computed() -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_input_that_is_changed_is_an_error(kept: bool) -> None:
-    """As it is under plain checkpointing."""
+    """As under plain checkpointing."""
     h = torch.randn(5, requires_grad=True) * 2
     out = Checkpoints(Store(Pool(), Copies(CPU)), small=0)(torch.sin, h, kept=kept)
     h.mul_(2)
@@ -209,7 +210,7 @@ def test_what_is_on_another_device_stays_there() -> None:
 
 
 def test_a_copy_has_a_store_of_its_own() -> None:
-    """Both are offloaded; `disable` of one of them leaves the other as it was, its pinned blocks and its hook."""
+    """Both are offloaded. `disable` on one of them does not affect the other's pinned blocks and hook."""
     model, batch = four_layers()
     pool = offloaded(model, limit=10**6)
     expected = loss_and_gradients(model, **batch)
@@ -230,13 +231,13 @@ def test_a_copy_has_a_store_of_its_own() -> None:
 
 
 def test_hidden_states_by_keyword() -> None:
-    """They are offloaded as those by position are; what no gradient flows to stays."""
+    """They are offloaded like those by position; tensors without gradients are not."""
     model = build("llama", num_hidden_layers=4)
     embedded = torch.randn(1, 41, 48, requires_grad=True)
     positions, mask = model.model.rotary_emb(embedded, torch.arange(41)[None]), torch.randn(1, 1, 41, 41)
 
     def step(by_keyword: bool) -> tuple[list[Tensor], int]:
-        """Gradients, and what is alive between forward and backward."""
+        """Gradients, and live bytes between forward and backward."""
         with LiveBytes() as memory:
             hidden = embedded * 1
             for layer in model.model.layers:
@@ -256,7 +257,7 @@ def test_hidden_states_by_keyword() -> None:
 
 
 def test_checkpointing_switched_on_again_is_said() -> None:
-    """Trainers do so: then nothing would be offloaded, and the host memory kept."""
+    """Trainers do so: nothing would be offloaded any more, and the host memory kept."""
     model, batch = four_layers()
     pool = offloaded(model)
     loss_and_gradients(model, **batch)

@@ -1,4 +1,4 @@
-"""On a GPU: the same bits, exact pinned memory, flat peaks, and no wait of the host."""
+"""On a GPU: bitwise equal results, exact pinned memory, flat peaks, and no wait of the host."""
 
 import gc
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from support.tiny import batch_of, build, loss_and_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 TOKENS, WIDTH = 4000, 1024
-INPUT = TOKENS * WIDTH * 4  # bytes of a layer's input, above what is left where it is
+INPUT = TOKENS * WIDTH * 4  # bytes of a layer's input, above the threshold for offloading
 
 
 def wide(layers: int) -> nn.Module:
@@ -23,7 +23,7 @@ def wide(layers: int) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def same_bits_every_time() -> Iterator[None]:
-    """FlashAttention's backward adds in any order; and a model of the test before may be in a reference cycle."""
+    """FlashAttention's backward adds in any order; an earlier test's model may be in a reference cycle."""
     gc.collect()
     with sdpa_kernel(SDPBackend.MATH):
         yield
@@ -32,7 +32,7 @@ def same_bits_every_time() -> Iterator[None]:
 @pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
 def test_the_same_bits(keep_last: int, tiled: bool) -> None:
-    """In three steps, each block pinned once."""
+    """Three steps, with each block pinned once."""
     model, batch = wide(6), batch_of(1, TOKENS, "cuda")
     if tiled:
         apply_seqtile(model)
@@ -51,7 +51,7 @@ def test_the_same_bits(keep_last: int, tiled: bool) -> None:
 
 
 def test_flat_in_the_number_of_layers() -> None:
-    """Beyond weights and gradients, of 4 and 12 layers, within two layer inputs."""
+    """Bytes in addition to weights and gradients, of 4 and 12 layers, agree within two layer inputs."""
     peaks = []
     for layers in (4, 12):
         model, batch = wide(layers), batch_of(1, TOKENS, "cuda")
@@ -59,7 +59,7 @@ def test_flat_in_the_number_of_layers() -> None:
         for parameter in model.model.layers.parameters():
             parameter.requires_grad_(False)
         offload.enable(model, tokens=TOKENS)
-        model(**batch).loss.backward()  # workspaces are made once
+        model(**batch).loss.backward()  # workspaces are allocated once
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
@@ -72,7 +72,7 @@ def test_flat_in_the_number_of_layers() -> None:
 
 
 def test_the_host_never_waits() -> None:
-    """Of regions alone: Hugging Face's models ask the device for packed documents."""
+    """For plain regions; Hugging Face's models wait for the device to find packed documents."""
     model = wide(4)
     offload.enable(model, tokens=TOKENS)
     embedded = torch.randn(1, TOKENS, WIDTH, device="cuda", requires_grad=True)

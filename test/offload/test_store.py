@@ -1,4 +1,5 @@
-"""A store without a device: what is put is taken, blocks are reused, nothing is copied twice, nothing is lost."""
+"""A store without a device: tensors that are put can be taken, blocks are reused, and nothing is copied twice or
+lost."""
 
 import gc
 import sys
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Counted(Copies):
-    """Copies that tell what was done, in order."""
+    """Records the copies in order."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -40,7 +41,7 @@ class Counted(Copies):
 
 
 class Driven(Pool):
-    """A pool that tells what its driver is asked."""
+    """A pool that records the calls of its driver."""
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(limit)
@@ -61,7 +62,7 @@ def made(limit: int | None = None) -> tuple[Store, Counted]:
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.randoms())
 def test_what_is_put_is_taken(sizes: list[int], order) -> None:
-    """In any order, twice, views and half precision among them; the sources are overwritten meanwhile."""
+    """In any order, twice, including views and half precision; the sources are overwritten in the meantime."""
     store, _ = made()
     tensors = [torch.randn(size, 3).to(torch.bfloat16 if size % 2 else torch.float32) for size in sizes]
     tensors = [tensor.t() if len(tensor) % 3 else tensor[::2] for tensor in tensors]
@@ -76,8 +77,8 @@ def test_what_is_put_is_taken(sizes: list[int], order) -> None:
 
 
 def test_one_is_on_its_way_while_the_next_is_computed() -> None:
-    """Copies out are awaited when the next is put, copies back are begun one region before they are needed: of all
-    tensors of the region, each once."""
+    """The next `put` waits for a copy out. Copies back start one region before they are needed: of all tensors of the
+    region, each once."""
     store, copies = made()
     held = []
     for sizes in ((1, 2), (3,), (4, 5)):
@@ -98,7 +99,7 @@ def test_one_is_on_its_way_while_the_next_is_computed() -> None:
 
 
 def test_what_is_here_is_not_fetched() -> None:
-    """Neither what is back nor what has not left yet."""
+    """Neither tensors that are back nor tensors that have not left yet."""
     store, copies = made()
     tensor = torch.randn(5)
     held = store.put(tensor)
@@ -110,7 +111,7 @@ def test_what_is_here_is_not_fetched() -> None:
 
 
 def test_what_was_changed_on_its_way_out_is_an_error() -> None:
-    """As autograd has it; what is changed later is not: the block has what it was."""
+    """As in autograd. Later changes are allowed: the block holds the earlier values."""
     store, _ = made()
     early, late = torch.randn(5), torch.randn(6)
     held = store.put(early)
@@ -138,7 +139,7 @@ def test_the_same_tensor_is_copied_once() -> None:
     assert sum(kind == "out" for kind, _ in copies.done) == 4
     del tensor, part, changed, first
     kept = []
-    for _ in range(50):  # some of them in the memory of one that is gone, whose copy is still held
+    for _ in range(50):  # some in the memory of a freed tensor whose copy is still held
         again = torch.randn(4, 5)
         kept.append(store.put(again))
         store.settle()
@@ -164,8 +165,8 @@ def test_blocks_are_of_the_exact_size_and_reused() -> None:
 
 
 def test_a_limit() -> None:
-    """At the limit free blocks that are too small make room, unless that is not enough; then it is an error, and
-    nothing that is held is lost."""
+    """At the limit, free blocks that are too small are released for new ones. If that is not enough, an error is
+    raised, and nothing that is held is lost."""
     pool = Driven(10_000)
     store = Store(pool, Copies(CPU))
     tensors = [torch.randn(1000), torch.randn(1000)]
@@ -193,7 +194,7 @@ def test_lengths_that_grow_leave_no_trail() -> None:
 
 
 def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that cannot be registered is memory that cannot be had; memory that cannot be returned stops nothing."""
+    """Memory that cannot be registered is not available; memory that cannot be returned stops nothing."""
 
     def refuse(pool: Pool, *args: int) -> None:
         raise RuntimeError("out of memory")
@@ -213,7 +214,7 @@ def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver pins for the context of the device that is current in this thread, which may be another."""
+    """A driver pins for the context of this thread's current device, which may be another one."""
     current, calls = ["cuda:0"], []
 
     @contextmanager
@@ -245,7 +246,7 @@ def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyP
 
 
 def test_threads() -> None:
-    """No block is handed out twice at a time."""
+    """No block is lent twice at the same time."""
     pool, out, twice = Pool(), set(), []
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -270,7 +271,7 @@ def test_threads() -> None:
 
 
 def test_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as the limit allows; what another process takes meanwhile is no error."""
+    """As much as the limit allows; memory that another process takes in the meantime is no error."""
     pool = Pool(10_000)
     pool.reserve(4, 3000)
     assert pool.total == 9000
@@ -292,7 +293,7 @@ def written(directory: Path, **files: str) -> None:
 
 
 def test_available(tmp_path: Path) -> None:
-    """The least of the machine's memory and of the control group's, v2 or v1; reclaimable cache counts as free."""
+    """The minimum of the machine's memory and the control group's (v2 or v1); reclaimable cache counts as free."""
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     assert available(proc, groups) == 2**62, "nothing is known"
     written(proc, meminfo=f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB // 1024} kB\n")
@@ -320,7 +321,7 @@ V2, V1 = ("memory__max", "memory__current"), ("memory__limit_in_bytes", "memory_
     ],
 )
 def test_available_in_nested_groups(tmp_path: Path, line: str, group: str, names: tuple[str, str]) -> None:
-    """As schedulers make them: a limit counts for the groups inside, and files may be missing."""
+    """As schedulers create them: a limit also applies to the groups inside, and files may be missing."""
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     written(proc / "self", cgroup=f"1:name=systemd:/other\n{line}\n")
     written(groups / group, **{names[0]: f"{6 * GIB}\n", names[1]: f"{2 * GIB}\n"})

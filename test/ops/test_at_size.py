@@ -1,4 +1,4 @@
-"""What only a GPU shows: chunks with more than 2**31 elements, and the memory that is really allocated."""
+"""Properties that only a GPU shows: chunks with more than 2**31 elements, and real allocations."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_loss_chunk_beyond_int32() -> None:
 
 @pytest.mark.parametrize("ignored", [0.0, 0.75])
 def test_loss_allocates_what_it_says(ignored: float) -> None:
-    """A chunk of logits, d_hidden, d_weight in float32 and its rounding, and 5 % of the chunk besides."""
+    """A chunk of logits, d_hidden, d_weight in float32 and its rounded copy, and 5 % of the chunk in addition."""
     tokens, hidden_size, vocab = 16_384, 4096, 128_256
     hidden = operand(tokens, hidden_size, scale=1.0)
     weight = operand(vocab, hidden_size, scale=0.02)

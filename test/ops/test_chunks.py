@@ -31,7 +31,7 @@ def test_bad_chunk_tokens(bad: object, error: type[Exception]) -> None:
 
 @pytest.mark.parametrize("op", ["gated_mlp", "tiled"])
 def test_what_no_chunk_writes_is_nan_in_a_trial(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be what the untiled pass left in the same memory, and a lost chunk would be found by luck."""
+    """Otherwise these rows would hold the untiled pass's values, and a lost chunk would only be found by luck."""
     module = import_module(f"seqtile.ops.{op}")
     monkeypatch.setattr(module, "chunks", lambda tokens, chunk_tokens: chunks(tokens, chunk_tokens)[:-1])
     x = torch.randn(12, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A student's divergence from a teacher: of the whole vocabulary, and of the teacher's likeliest tokens."""
+"""A student's divergence from a teacher: over the whole vocabulary, and over the teacher's most likely tokens."""
 
 import itertools
 import random
@@ -47,7 +47,7 @@ def heads(tokens: int, dtype: torch.dtype, device: str, trained: bool = False, *
 
 
 def top(tokens: int, dtype: torch.dtype, device: str, **options: Any) -> dict[str, Any]:
-    """A head, and what a teacher says of its likeliest tokens; of one of them, in some rows, nothing."""
+    """A head, and a teacher's most likely tokens; in some rows one of them does not count."""
     hidden = torch.randn(tokens, WIDTHS[0], device=device).to(dtype).requires_grad_()
     weight = (torch.randn(V, WIDTHS[0], device=device) * 0.4).to(dtype).requires_grad_()
     if options.get("bias"):
@@ -62,7 +62,7 @@ def leaves_of(given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Leaves of their own in a dtype; what has no integers and is no leaf too."""
+    """New leaves in a dtype; integers and non-leaves are not cast."""
     return {
         name: value.detach().to(dtype).requires_grad_(value.requires_grad)
         if isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -95,7 +95,7 @@ def of_heads(given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def of_top(given: dict[str, Any]) -> list[torch.Tensor]:
-    """The divergence of every token in plain torch, the tail as a sum over all that are not among the k."""
+    """The divergence of every token in plain torch; the tail is the sum over all tokens that are not among the k."""
     options = {name: given[name] for name in ("softcap", "logit_scale", "temperature") if name in given}
     logp = logits_of(given["hidden"] @ given["weight"].T, given.get("bias"), **options).log_softmax(1)
     logq = given["log_probs"].to(logp.dtype)
@@ -107,7 +107,7 @@ def of_top(given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def compare(given: dict[str, Any], reduction: str, chunk_tokens: int) -> None:
-    """By the tolerance law: divergences, entropies, all gradients, where some tokens do not count."""
+    """By the tolerance law: divergences, entropies and all gradients, with some tokens that do not count."""
     whole = "student_hidden" in given
     hidden = given["student_hidden" if whole else "hidden"]
     op, reference = (linear_divergence, of_heads) if whole else (linear_topk_divergence, of_top)
@@ -131,7 +131,7 @@ def compare(given: dict[str, Any], reduction: str, chunk_tokens: int) -> None:
     torch.testing.assert_close(found, every if reduction == "none" else every.sum())
     gradients = torch.autograd.grad((found * (upstream if reduction == "none" else -0.3)).sum(), leaves_of(given))
     ours = [every, *entropies, *gradients]
-    if whole:  # divergences of a few tokens are most of their norm: too few numbers
+    if whole:  # a few tokens' divergences dominate their norm: too few numbers
         assert_each_as_exact(*(dict(enumerate(values)) for values in (ours, *results)))
         return
     assert_all_as_exact(ours, *results)
@@ -206,7 +206,7 @@ def test_equal_heads_diverge_by_nothing(device: str) -> None:
 
 
 def test_far_apart(device: str) -> None:
-    """Where a distribution is 0 to float32 it counts for nothing, and the other way round it is finite."""
+    """Where a distribution is 0 in float32 it contributes nothing, and the reverse divergence is finite."""
     student, teacher = torch.zeros(2, 3, device=device), torch.zeros(2, 3, device=device)
     student[0, 0], teacher[0, 1] = 200.0, 200.0
     for beta in BETAS:
@@ -237,7 +237,7 @@ def test_all_but_one_is_the_whole_divergence(device: str) -> None:
 
 
 def test_a_tail_that_is_nearly_nothing(device: str) -> None:
-    """A student that is all but certain of what the teacher knows: the probability of the rest keeps its digits."""
+    """A student that is almost certain of the teacher's tokens: the tail's small probability keeps its precision."""
     hidden, weight = torch.zeros(1, V, device=device), torch.eye(V, device=device)
     hidden[0, 3] = 18.0
     log_probs = torch.tensor([[0.9]], device=device).log()
@@ -254,7 +254,7 @@ def test_a_tail_that_is_nearly_nothing(device: str) -> None:
     ("none", None, (4,)), ("none", False, (4, 2)), ("none", True, (4, 4)),
 ])  # fmt: skip
 def test_products(reduction: str, trained: bool | None, units: tuple[int, ...]) -> None:
-    """Of the tokens that count; None: without a teacher's head."""
+    """Only tokens that count cost products. None: there is no teacher head."""
     op = linear_topk_divergence if trained is None else linear_divergence
     given = top(190, torch.float32, "cpu") if trained is None else heads(190, torch.float32, "cpu", trained, beta=0.5)
     mask = torch.rand(190) < 0.6
@@ -272,8 +272,8 @@ def test_products(reduction: str, trained: bool | None, units: tuple[int, ...]) 
 @pytest.mark.parametrize("trained", [None, False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory(reduction: str, trained: bool | None) -> None:
-    """Simulated at Llama-3.1-8B's and 3.2-1B's heads: beyond inputs, d_hidden, d_weight in float32 with its rounding
-    and a few numbers a token, a chunk of logits of each head and 5 %, at 8 and at 128 thousand tokens."""
+    """Simulated with Llama-3.1-8B's and 3.2-1B's heads at 8 and 128 thousand tokens. Beyond inputs, d_hidden, d_weight
+    in float32 with its rounded copy and a few bytes per token: a chunk of logits of each head and 5 %."""
     vocab, chunk = 128256, 4096
     widths = (4096,) if trained is None else (2048, 4096)
     for tokens in (8192, 2**17):

@@ -1,4 +1,4 @@
-"""What holds of every op alike: how autograd, autocast, the compiler and torch.func's transforms meet it."""
+"""Properties of all ops: their behaviour under autograd, autocast, the compiler and torch.func's transforms."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ T, D, V, M, CHUNK = 190, 48, 500, 130, 63
 
 
 class Op(NamedTuple):
-    """Tensors that require gradients, of tokens and then of weights, and a function of such tensors."""
+    """Tensors that require gradients, first of tokens and then of weights, and a function of them."""
 
     leaves: list[torch.Tensor]
     call: Callable[..., torch.Tensor]
@@ -38,7 +38,7 @@ def labels(device: str, ignored: bool) -> torch.Tensor:
 
 
 def head(function: Callable, device: str, ignored: bool = True, part: str = "", **options: object) -> Op:
-    """An op of hidden, weight and labels; of several outputs a sum of `part`."""
+    """An op of hidden, weight and labels; of several outputs, the sum of `part`."""
     target = labels(device, ignored)
     options = {"chunk_tokens": CHUNK} | options | ({} if ignored else {"ignore_index": None})
 
@@ -119,7 +119,7 @@ SUMS = {
     "summed",
     "divergence",
     "topk",
-}  # of which gradients come early
+}  # ops whose gradients exist early
 every_op = pytest.mark.parametrize("name", OPS)
 pytestmark = pytest.mark.on_gpu("one graph, whatever the kernels", only=every_value)
 
@@ -139,7 +139,7 @@ def test_second_derivatives_raise(name: str, device: str) -> None:
 @every_op
 @pytest.mark.parametrize("hooks", [False, True])
 def test_backward_again_and_again(name: str, hooks: bool, device: str) -> None:
-    """With `retain_graph`, also under saved-tensor hooks, of some leaves, and with another upstream gradient."""
+    """With `retain_graph`, also under saved-tensor hooks, for some leaves, and with another upstream gradient."""
     op = OPS[name](device)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if hooks else nullcontext():
         y = op.call(*op.leaves)
@@ -154,7 +154,7 @@ def test_backward_again_and_again(name: str, hooks: bool, device: str) -> None:
 
 @every_op
 def test_a_weight_changed_before_a_backward_raises(name: str, device: str) -> None:
-    """As torch; of a sum in several chunks the first backward has its gradients already."""
+    """As in torch; for a sum in several chunks the first backward already has its gradients."""
     op = OPS[name](device)
     y = op.call(*op.leaves)
     with torch.no_grad():
@@ -167,7 +167,8 @@ def test_a_weight_changed_before_a_backward_raises(name: str, device: str) -> No
 
 @every_op
 def test_frozen_leaves(name: str, device: str) -> None:
-    """Each alone has the gradient that it has beside the others, and what sum() sends back has stride 0."""
+    """A single leaf gets the same gradient as together with the others, and sum() sends back gradients with stride
+    0."""
     op = OPS[name](device)
     y = op.call(*op.leaves)
     expected = torch.autograd.grad(y, op.leaves, torch.ones_like(y))
@@ -187,9 +188,9 @@ def test_no_gradient_needed(name: str, context: Callable, device: str) -> None:
     torch.testing.assert_close(y, op.call(*op.leaves))
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != "rms_norm"])  # which autocast leaves alone
+@pytest.mark.parametrize("name", [name for name in OPS if name != "rms_norm"])  # autocast does not affect it
 def test_autocast(name: str, device: str) -> None:
-    """What the op makes of operands in bfloat16; gradients in float32."""
+    """Equal to the op with bfloat16 operands; gradients in float32."""
     op = OPS[name](device)
     with torch.autocast(device, torch.bfloat16):
         y = op.call(*op.leaves)
@@ -203,7 +204,7 @@ def test_autocast(name: str, device: str) -> None:
 
 @every_op
 def test_main_grad(name: str, device: str) -> None:
-    """What is added there is not in .grad; what is, gets there once."""
+    """Gradients added there are not in .grad; other gradients reach .grad once."""
     op, arrived = OPS[name](device), []
     for i, leaf in enumerate(op.leaves):
         leaf.register_post_accumulate_grad_hook(lambda _, i=i: arrived.append(i))
@@ -221,7 +222,7 @@ def test_main_grad(name: str, device: str) -> None:
         torch.testing.assert_close(weight.main_grad, gradient + 1)
 
 
-BREAKS = {  # why a graph breaks; the others are in one
+BREAKS = {  # why a graph breaks; the other ops give one graph
     **dict.fromkeys(
         ("loss", "losses", "loss of one chunk", "loss beside metrics"), "seqtile counts the labelled tokens"
     ),
@@ -233,7 +234,7 @@ DAILY = ("loss", "losses of all tokens", "metrics", "summed", *OTHERS)
 @pytest.mark.full("a second and more of compiler each", but=DAILY)
 @pytest.mark.parametrize("name", [name for name in OPS if name not in DIVERGENCES])
 def test_compiled_equals_eager(name: str, device: str) -> None:
-    """In one graph, or with breaks at one place that say why."""
+    """In one graph, or with breaks at one place that give the reason."""
     op = OPS[name](device)
 
     def step(*leaves: torch.Tensor) -> torch.Tensor:
@@ -264,7 +265,7 @@ UNITS = {  # products of labelled tokens, hidden and vocabulary: with a frozen o
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "neither", "both"])
 @pytest.mark.parametrize("name", UNITS)
 def test_products(name: str, frozen: str) -> None:
-    """Of labelled tokens alone; what is frozen costs none; metrics do only where their gradients are asked for."""
+    """Only labelled tokens cost products; frozen operands cost none; metrics only if they need gradients."""
     op = OPS[name]("cpu")
     trained = [frozen in ("weight", "neither"), frozen in ("hidden", "neither")]
     leaves = [leaf.detach().requires_grad_(wanted) for leaf, wanted in zip(op.leaves, trained, strict=True)]
@@ -281,7 +282,7 @@ def test_products(name: str, frozen: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["gated_mlp", "loss", "losses"])
 def test_under_checkpoints(name: str, reentrant: bool, device: str) -> None:
-    """Also one in another, whose saved tensors wait on the CPU."""
+    """Also a checkpoint inside another one, with saved tensors on the CPU."""
     op = OPS[name](device)
     expected = gradients(op)
 
@@ -296,7 +297,7 @@ def test_under_checkpoints(name: str, reentrant: bool, device: str) -> None:
 @eager_memory
 @every_op
 def test_on_meta(name: str) -> None:
-    """Shapes alone, as torch's own functions give them."""
+    """Shapes only, as torch's own functions give them."""
     meta, real = OPS[name]("meta"), OPS[name]("cpu")
     y = meta.call(*meta.leaves)
     assert y.is_meta and y.shape == real.call(*real.leaves).shape
@@ -322,7 +323,7 @@ NAMES = {"loss": "linear_cross_entropy", "log_probs": "linear_log_probs", "tiled
 @pytest.mark.parametrize("transform", [vmapped, differentiated, pushed_forward])
 @pytest.mark.parametrize("name", NAMES)
 def test_transforms_of_functions_are_refused(name: str, transform: Callable) -> None:
-    """Of a sequence that fits in a chunk they work, where nothing of ours is in their way."""
+    """For a sequence that fits in a chunk they work if no code of ours is involved."""
     op = OPS[name]("cpu")
     x, *weights = (leaf.detach() for leaf in op.leaves)
     with pytest.raises(ValueError, match=f"{NAMES[name]} cannot be transformed by torch.vmap or torch.func; loop"):

@@ -1,5 +1,5 @@
-"""The gated MLP, and all that an architecture or an adapter may add: activations, biases, fused weights, LoRA, frozen
-parameters, and gradients that go to `main_grad`."""
+"""The gated MLP with all that an architecture or an adapter may add: activations, biases, fused weights, LoRA, frozen
+parameters, and gradients in `main_grad`."""
 
 import itertools
 from functools import partial
@@ -93,7 +93,7 @@ def test_lengths(tokens: int, chunk_tokens: int, dtype: torch.dtype, device: str
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_plain_lora(fused: bool, device: str) -> None:
-    """A frozen base: adapters get gradients, the base none, and no product is spent on it."""
+    """A frozen base: adapters get gradients, the base gets none and costs no product."""
     p = make(fused, ("lora",), device)
     for name, value in p.items():
         value.requires_grad_(not name.endswith("weight"))
@@ -132,7 +132,7 @@ def test_adapters_of_another_dtype(adapters: torch.dtype, device: str) -> None:
 def test_gradients_arrive_once_and_in_one_order(
     fused: bool, parts: tuple[str, ...], checkpointed: bool, device: str
 ) -> None:
-    """ZeRO-1 and -2 reduce gradients as they arrive: a rank with chunks and one without must agree on the order."""
+    """ZeRO-1 and -2 reduce gradients as they arrive: ranks with and without chunks must agree on the order."""
     orders = []
     for chunk_tokens in (16, 63, 190):
         p = make(fused, parts, device)
@@ -150,7 +150,8 @@ def test_gradients_arrive_once_and_in_one_order(
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunk_tokens", [16, 1000])
 def test_main_grad(chunk_tokens: int, micro_batches: int, device: str) -> None:
-    """Chunks and micro-batches add up in float32 in `main_grad`; `.grad` stays empty, and would be less exact."""
+    """Chunks and micro-batches are summed in float32 in `main_grad`; `.grad`, which would be less exact, stays
+    empty."""
     p = make(False, ("bias",), device, torch.bfloat16)
     batches = [[torch.randn(63, D, device=device).bfloat16() for _ in range(2)] for _ in range(micro_batches)]
     expected = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in p.items()}
@@ -174,7 +175,7 @@ def test_main_grad(chunk_tokens: int, micro_batches: int, device: str) -> None:
         flat = (torch.cat([of[name].double().flatten().cpu() for name in p]) for of in (gradients, expected))
         return relative_error(*flat)
 
-    if not interpreted():  # whose bfloat16 is truncated
+    if not interpreted():  # its bfloat16 is truncated
         assert error({name: value.main_grad for name, value in p.items()}) < error(usual)
 
 
@@ -206,7 +207,7 @@ def test_flops(checkpointed: bool) -> None:
 
 @eager_memory
 def test_memory() -> None:
-    """Nothing is saved beside x; the peak grows by y, d_y and d_x alone, never by a [T, M] tensor."""
+    """Only x is saved; the peak grows only by y, d_y and d_x, never by a [T, M] tensor."""
 
     def saved_and_peak(tokens: int) -> tuple[int, int]:
         x, p = torch.randn(tokens, D, requires_grad=True), make(False, (), "cpu")

@@ -1,4 +1,4 @@
-"""Which tensors linear_cross_entropy and linear_log_probs take besides [T, D] and int64, and which they refuse."""
+"""Inputs other than [T, D] and int64 that linear_cross_entropy and linear_log_probs accept or refuse."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ def test_targets_of_any_integer_dtype(dtype: torch.dtype, ignore_index: int | No
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(), (3, 4, 5), (2, 1, 3, 4)], ids=str)
 def test_losses_of_any_leading_dimensions(shape: tuple[int, ...], reduction: str, ignored: bool, device: str) -> None:
-    """As torch's cross_entropy takes them, but for the place of the classes."""
+    """As torch's cross_entropy accepts them, except for the class dimension."""
     hidden, weight, target = make(*shape, device=device)
     if ignored:
         target.view(-1)[::3] = -100
@@ -56,7 +56,7 @@ def test_losses_of_any_leading_dimensions(shape: tuple[int, ...], reduction: str
     log_sum_exp = logits.logsumexp(-1) * labelled
     for ours, expected in ((loss, theirs), (metrics.logsumexp, log_sum_exp)):
         torch.testing.assert_close(ours, expected, equal_nan=True)
-        if expected.isfinite().all():  # a mean of no token is not
+        if expected.isfinite().all():  # a mean over no token is not
             gradients, expected_gradients = (
                 torch.autograd.grad(value.square().sum(), (hidden, weight), retain_graph=True)
                 for value in (ours, expected)
@@ -114,7 +114,7 @@ def test_a_sparse_class_weight_is_refused() -> None:
 
 @each_op
 def test_what_stood_behind_a_row_of_logits(op: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of logits begin at multiples of 16, and a CPU's products in bfloat16 may read the numbers in between."""
+    """Rows of logits are aligned to 16 elements, and a CPU's bfloat16 products may read the elements in between."""
     empty, buffers = torch.Tensor.new_empty, []
 
     def poisoned(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:

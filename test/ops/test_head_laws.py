@@ -1,6 +1,6 @@
-"""The laws of a loss without logits: products counted, bytes tracked, errors against float64. None needs a clock.
+"""The laws of a loss without logits: counted products, tracked bytes, errors against float64. None needs a clock.
 
-A dispatch mode does not see into a custom op, so every law asserts first that it saw the products.
+A dispatch mode does not see into a custom op, so every law first asserts that it saw the products.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
 def test_memory_does_not_grow_with_length(
     thousands: int, size: int, vocab: int, reduction: str, ignore_index: int | None
 ) -> None:
-    """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one chunk
-    of logits and 5 %, the same at 8 thousand tokens and at a million."""
+    """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounded copy, one
+    chunk of logits and 5 %, the same at 8 thousand tokens and at a million."""
     chunk = resolve_chunk_tokens(None, size) * vocab * 2
     for tokens in (8 * K, thousands * K):
         with FakeTensorMode():
@@ -58,8 +58,8 @@ def test_memory_does_not_grow_with_length(
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
-    """The same law on real tensors, a third of them ignored: the eager twin reuses its buffers, and what it has to
-    upcast it upcasts in blocks."""
+    """The same law on real tensors, a third of them ignored: the eager kernel reuses its buffers, and upcasts in
+    blocks."""
     size, vocab, chunk_tokens = 64, 32768, 3000
     chunk = chunk_tokens * vocab * dtype.itemsize
     weight = (torch.randn(vocab, size) * 0.1).to(dtype).requires_grad_()
@@ -79,8 +79,7 @@ def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_of_the_weight_gradient_does_not_grow_with_chunks(dtype: torch.dtype) -> None:
-    """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of torch, untiled, in this
-    dtype."""
+    """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of untiled torch in this dtype."""
     tokens, size, vocab = 2048, 96, 1000
     hidden = torch.randn(tokens, size).to(dtype)
     weight = (torch.randn(vocab, size) * 0.2).to(dtype)
@@ -98,7 +97,7 @@ def test_error_of_the_weight_gradient_does_not_grow_with_chunks(dtype: torch.dty
 
 
 def test_accumulating_in_the_weights_dtype_is_worse_and_available() -> None:
-    """What `accumulate_dtype` is for: bfloat16 sums over 256 chunks lose what float32 keeps."""
+    """The purpose of `accumulate_dtype`: bfloat16 sums over 256 chunks lose precision that float32 keeps."""
     hidden, weight = torch.randn(1024, 64).bfloat16(), (torch.randn(500, 64) * 0.2).bfloat16()
     target = torch.randint(0, 500, (1024,))
     *_, truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
@@ -140,8 +139,8 @@ def test_ignored_tokens_are_not_multiplied(share: float) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("op", ["cross_entropy", "topk_divergence", "divergence", "divergence, trained teacher"])
 def test_one_chunk_is_one_product(op: str, reduction: str) -> None:
-    """In bfloat16, where a sum in float32 would be a CPU's product of each block of 128 rows: d_weight of one chunk is
-    rounded once, by the product."""
+    """In bfloat16, where a float32 sum on a CPU would be one product per block of 128 rows: the d_weight of one chunk
+    is rounded once, by the product."""
     tokens, size, vocab = 190, 64, 1000
     trained = op == "divergence, trained teacher"
     student, teacher = (
@@ -166,7 +165,7 @@ def test_one_chunk_is_one_product(op: str, reduction: str) -> None:
 @pytest.mark.parametrize("chunk_tokens", [63, None])
 @pytest.mark.parametrize("op", [linear_cross_entropy, linear_divergence], ids=["cross_entropy", "divergence"])
 def test_a_weight_that_is_given_back_after_the_forward(op: Callable, chunk_tokens: int | None) -> None:
-    """As ZeRO-3 does: of a sum the backward needs no weight, nor its shape."""
+    """As ZeRO-3 does: for a sum, the backward needs neither the weight nor its shape."""
     hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
     rest = (torch.randint(0, 500, (190,)),)
     if op is linear_divergence:
@@ -180,7 +179,7 @@ def test_a_weight_that_is_given_back_after_the_forward(op: Callable, chunk_token
 @pytest.mark.parametrize("chunk_tokens", [63, None])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_compiled_products(reduction: str, chunk_tokens: int | None) -> None:
-    """A compiled graph of forward and backward has the three products of every chunk, too."""
+    """A compiled graph of forward and backward also has three products per chunk."""
     hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
     target, graphs = torch.randint(0, 500, (190,)), []
 
@@ -200,8 +199,8 @@ def test_compiled_products(reduction: str, chunk_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("metrics", [False, True])
 def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nonzero, to count the labelled tokens, is the one operation whose result's shape depends on values; none reads a
-    value. With ignore_index=None there is not even that one."""
+    """Only nonzero, which counts the labelled tokens, has a result shape that depends on values; no operation reads a
+    value. With ignore_index=None there is no nonzero either."""
     waits: list[str] = []
 
     class Waits(FlopCount):
@@ -214,7 +213,7 @@ def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest
 
     monkeypatch.setattr(
         "seqtile.ops.linear_cross_entropy.check_labels", lambda *_: None
-    )  # looks at values on a CPU, not on a GPU
+    )  # checks values on a CPU, not on a GPU
     hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
     target = torch.randint(0, 500, (190,))
     target[::3] = IGNORE
@@ -233,7 +232,7 @@ def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest
 @pytest.mark.parametrize("outside", [500, -1, 2**40])
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"num_items": 7}])
 def test_labels_that_nobody_looks_at(outside: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: one outside the vocabulary makes the loss NaN; class weights are not read out of bounds."""
+    """As on a GPU: a label outside the vocabulary makes the loss NaN; class weights are not read out of bounds."""
     monkeypatch.setattr("seqtile.ops.linear_cross_entropy.check_labels", lambda *_: None)
     hidden, weight = torch.randn(50, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
     target = torch.randint(0, 500, (50,))

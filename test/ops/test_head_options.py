@@ -1,4 +1,4 @@
-"""Every option against every other: linear_cross_entropy and linear_log_probs against float64, on drawn examples."""
+"""Every option with every other: linear_cross_entropy and linear_log_probs against float64, on drawn examples."""
 
 import math
 
@@ -20,10 +20,10 @@ from support.head_reference import (
 
 @st.composite
 def heads(draw) -> dict:
-    """hidden, weight, bias and target, their dtype, and options that concern every op over a head.
+    """hidden, weight, bias and target, their dtype, and options that all ops over a head share.
 
-    Entries are small integers, so that products are exact in every dtype: what differs from float64 is what the ops
-    do after them. Sizes are large enough for rounding errors to average out.
+    Entries are small integers, so that products are exact in every dtype. Differences to float64 then come from the
+    operations after the products. Sizes are large enough for rounding errors to average out.
     """
     tokens, size, vocab = draw(st.integers(60, 130)), draw(st.integers(16, 40)), draw(st.integers(100, 300))
     torch.manual_seed(draw(st.integers(0, 2**31)))
@@ -56,7 +56,7 @@ def heads(draw) -> dict:
 def check(function, reference, head: dict, device: str, upstream: torch.Tensor | float, **options: object) -> None:
     """Values and gradients of `function` against those of `reference` in the same dtype and in float64.
 
-    One draw in ten thousand is beyond the bound by luck: what is, is compared over nine draws together.
+    One draw in ten thousand exceeds the bound by chance; such a draw is compared over nine draws together.
     """
     common = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in (head["options"] | options).items()}
     common["upstream"] = upstream.to(device) if isinstance(upstream, torch.Tensor) else upstream
@@ -73,7 +73,7 @@ def check(function, reference, head: dict, device: str, upstream: torch.Tensor |
 
 
 def errors_of(function, reference, head: dict, *operands: torch.Tensor, **options: object) -> list[list[float]]:
-    """Of the value and of every gradient, the relative errors of `function` and of `reference` in the same dtype."""
+    """The relative errors of `function` and of `reference` in the same dtype, for the value and every gradient."""
     same = values_and_gradients(reference, *operands, dtype=head["dtype"], **options)
     truth = values_and_gradients(reference, *operands, dtype=torch.float64, **options)
     ours = values_and_gradients(function, *operands, dtype=head["dtype"], **options, **head["tiling"])
@@ -119,7 +119,7 @@ def metrics_reference(hidden, weight, target, *, bias, softcap, logit_scale, ign
 
 @given(head=heads(), data=st.data())
 def test_metrics(device: str, head: dict, data: st.DataObject) -> None:
-    """Their values and, beside the loss's or alone, their gradients."""
+    """Their values and their gradients, alone or together with the loss's."""
     vocab, tokens = head["operands"][1].shape[0], head["operands"][0].shape[0]
     options = loss_options(data, vocab, data.draw(st.sampled_from(["mean", "sum", "none"])))
     upstream = torch.cat([torch.randn(2), torch.randn(tokens) / tokens])

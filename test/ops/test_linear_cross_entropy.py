@@ -1,4 +1,4 @@
-"""The loss and its gradients, whatever comes back to it, and what it refuses."""
+"""The loss and its gradients for any upstream gradient, and the arguments that it refuses."""
 
 import math
 
@@ -25,7 +25,7 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def references(*operands: torch.Tensor, dtype: torch.dtype, **options: object) -> list[list[torch.Tensor]]:
-    """Torch's loss and gradients in a dtype, and the truth."""
+    """Torch's loss and gradients in a dtype, and in float64."""
     return [
         values_and_gradients(cross_entropy_reference, *operands, dtype=d, **options) for d in (dtype, torch.float64)
     ]
@@ -68,7 +68,7 @@ def test_upstream_gradient(upstream: float, dtype: torch.dtype, device: str) -> 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_class_weights_beyond_float16(reduction: str, device: str) -> None:
-    """Weights of a million: their products with probabilities fit no float16, the gradient of their mean does."""
+    """Weights of a million: their products with probabilities overflow float16, the gradient of their mean does not."""
     class_weight = (torch.rand(V, device=device) + 0.5) * 1e6
     upstream = torch.randn(190, device=device) / 190 / 1e6 if reduction == "none" else 1.0
     operands = make(190, torch.float16, device)
@@ -77,8 +77,8 @@ def test_class_weights_beyond_float16(reduction: str, device: str) -> None:
 
 @pytest.mark.parametrize(("scale", "factor"), [(1, 1.0), (1, 65536.0 / 190), (256, 2.0**18)])
 def test_upstream_of_every_token_beyond_float16(scale: int, factor: float, device: str) -> None:
-    """A GradScaler's factor on a different gradient for every token: nothing overflows on the way; and gradients that
-    fit float16, through logits whose own gradients do not."""
+    """A GradScaler's factor on a different gradient for every token: no intermediate value overflows, and gradients
+    that fit float16 are right although those of the logits do not fit."""
     hidden, weight, target = make(190, torch.float16, device)
     hidden, weight = ((x.detach() / scale).requires_grad_() for x in (hidden, weight))
     upstream = torch.randn(190, device=device)
@@ -91,7 +91,7 @@ def test_upstream_of_every_token_beyond_float16(scale: int, factor: float, devic
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_main_grad(reduction: str, device: str) -> None:
-    """Two micro-batches add up, unrounded, in the weight's own float32 buffer; nothing goes to .grad."""
+    """Two micro-batches are summed, unrounded, in the weight's own float32 buffer; .grad gets nothing."""
     batches = [make(190, torch.bfloat16, device), make(77, torch.bfloat16, device)]
     weight, bias = batches[0][1], torch.randn(V, device=device).bfloat16().requires_grad_()
     options = {"bias": bias, "reduction": reduction}
@@ -116,7 +116,7 @@ STRIDED = {
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("strided", STRIDED)
 def test_strided_inputs(strided: str, reduction: str, device: str) -> None:
-    """Also bias and class weights that are columns of something."""
+    """Also a bias and class weights that are columns of a larger tensor."""
     hidden, weight, target = make(126, device=device)
     bias, class_weight = torch.rand(V, 2, device=device).unbind(1)
     views = (*STRIDED[strided](hidden, target), bias, class_weight)
@@ -138,7 +138,7 @@ NONE_COUNTED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("options", "value"), NONE_COUNTED, ids=str)
 def test_no_token_labelled(options: dict, value: float, dtype: torch.dtype, device: str) -> None:
-    """A batch whose labels are all masked, be its count of 0 a tensor or not: the gradients are zeros."""
+    """A batch whose labels are all masked, with its count of 0 as a tensor or not: the gradients are zeros."""
     hidden, weight, target = make(63, dtype, device)
     loss = linear_cross_entropy(hidden, weight, target.fill_(IGNORE), chunk_tokens=16, **options)
     loss.backward()
@@ -151,7 +151,7 @@ def test_gradients_are_scaled_once_in_float32(device: str) -> None:
     n = 130_562
     assert abs(torch.tensor(1 / n).bfloat16().item() * n - 1) > 1e-3
     hidden, weight, target = make(1000, torch.bfloat16, device)
-    weight = weight.detach().float().requires_grad_()  # its gradient is then float32, so that nothing hides a scale
+    weight = weight.detach().float().requires_grad_()  # its gradient is then float32, which shows any rounded scale
     gradients = []
     for options in ({"reduction": "sum"}, {"num_items": n}):
         with torch.autocast(device, torch.bfloat16):
@@ -164,7 +164,7 @@ def test_gradients_are_scaled_once_in_float32(device: str) -> None:
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
 def test_accumulating_without_float32_under_autocast(weight_dtype: torch.dtype, device: str) -> None:
-    """accumulate_dtype=None where the products are in another dtype than the weight."""
+    """accumulate_dtype=None with products in another dtype than the weight."""
     hidden, weight, target = make(190, device=device)
     weight = weight.detach().to(weight_dtype).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
@@ -187,7 +187,7 @@ def test_num_items_as_a_tensor(dtype: torch.dtype, device: str) -> None:
 
 
 def test_an_infinite_upstream_stays_in_its_row(device: str) -> None:
-    """As in torch: one token's overflow spoils its own row of d_hidden, and d_weight, nothing else."""
+    """As in torch: one token's overflow affects only its own row of d_hidden, and d_weight."""
     hidden, weight, target = make(190, device=device)
     target.clamp_(min=0)
     upstream = torch.randn(190, device=device)
@@ -248,7 +248,7 @@ def test_metrics(device: str) -> None:
 @pytest.mark.full("10 s of compiler each, of the same graph", but=("dynamic",))
 @pytest.mark.parametrize("how", ["inductor", "dynamic"])
 def test_compiles_in_one_graph(how: str, device: str) -> None:
-    """By the default backend, and with sizes and numbers that change from call to call."""
+    """With the default backend, and with sizes and numbers that change between calls."""
     hidden, weight, target = make(190, device=device)
     target.clamp_(min=0)
 
@@ -323,7 +323,7 @@ def test_bad_input(arguments: dict, error: type[Exception], message: str) -> Non
 
 
 def test_a_sharded_weight_is_refused() -> None:
-    """A DTensor is a shard with a plan: its product is not the one that is wanted."""
+    """A DTensor's product is distributed, which is not the product that the loss needs."""
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -340,7 +340,7 @@ def test_a_sharded_weight_is_refused() -> None:
 
 
 def test_few_rows_of_many_words(device: str) -> None:
-    """As exact as many are: of confident tokens, whose gradients nearly cancel over the words."""
+    """As exact as with many rows: for confident tokens, whose gradients nearly cancel over the vocabulary."""
     vocab, width = 49_152, 96
     weight = torch.randn(vocab, width, device=device) + 3
     for rows in (1, 3, 11):
@@ -358,7 +358,7 @@ def test_few_rows_of_many_words(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_memory_that_nobody_wrote(dtype: torch.dtype, device: str) -> None:
-    """Of an odd vocabulary, whose rows of logits are padded; torch fills new memory with NaN here."""
+    """For an odd vocabulary, whose rows of logits are padded; here torch fills new memory with NaN."""
     hidden, weight = (torch.randn(n, 48, device=device).to(dtype).requires_grad_() for n in (101, 211))
     target = torch.randint(211, (101,), device=device)
     torch.use_deterministic_algorithms(True, warn_only=True)

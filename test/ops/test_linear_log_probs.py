@@ -15,7 +15,7 @@ def test_values_and_gradients(dtype: torch.dtype, device: str) -> None:
     """Gradients of log-probabilities and entropies; the other values have none."""
     hidden, weight, target = make(190, dtype, device)
     labelled, largest = target != IGNORE, (hidden @ weight.T).argmax(1)
-    target[:20] = largest[:20].where(labelled[:20], IGNORE)  # some are predicted right
+    target[:20] = largest[:20].where(labelled[:20], IGNORE)  # some predictions are right
     upstream, results = torch.randn(2, 190, device=device), []
     for d in (dtype, torch.float64):
         leaves = [x.detach().to(d).requires_grad_() for x in (hidden, weight)]
@@ -70,13 +70,13 @@ def test_no_token_labelled(summed: bool, device: str) -> None:
 @pytest.mark.parametrize("upstream", ["equal", "different", "with entropies"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_to_be_summed(dtype: torch.dtype, upstream: str, device: str) -> None:
-    """The same gradients, whatever they turn out to be; for 3 u if they are those of one sum."""
+    """The same gradients for any upstream gradients; for 3 u if these are those of one sum."""
     hidden, weight, target = make(190, dtype, device)
     factors = torch.full((190,), -0.25, device=device)
     if upstream == "different":
         factors += torch.randn(190, device=device)
     elif upstream == "equal":
-        factors[target == IGNORE] = 7.0  # which no token sees
+        factors[target == IGNORE] = 7.0  # for tokens that do not count
 
     def gradients(dtype: torch.dtype, **options: object) -> list[torch.Tensor]:
         operands = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]

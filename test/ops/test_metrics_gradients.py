@@ -12,7 +12,7 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def total(loss: torch.Tensor, logsumexp: torch.Tensor, mean_entropy: torch.Tensor, parts: str) -> torch.Tensor:
-    """A loss of which `parts` says what it is made of."""
+    """A loss with the terms that `parts` names."""
     made_of = {"loss": loss.sum(), "z": 0.01 * logsumexp.square().sum() / 133, "entropy": -0.3 * mean_entropy}
     return sum(value for name, value in made_of.items() if name in parts)
 
@@ -57,13 +57,13 @@ def compare(operands: Operands, parts: str, upstream: float = 1.0, **options: ob
     ],
 )
 def test_gradients(upstream: float, dtype: torch.dtype, parts: str, reduction: str, device: str) -> None:
-    """A GradScaler's factor included; every option beside every other: test_head_options.py."""
+    """Including a GradScaler's factor; test_head_options.py tests every option with every other."""
     compare(make(190, dtype, device), parts, upstream, reduction=reduction)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_z_loss_by_hand_beside_class_weights_beyond_float16(reduction: str, device: str) -> None:
-    """Weights of a billion beside a z-loss as large, and beside one alone, which they must not push out of float16."""
+    """Weights of a billion with a z-loss as large, and with a z-loss alone, which must stay in float16's range."""
     operands = make(190, torch.float16, device)
     class_weight = torch.rand(V, device=device) * 1e9
     for parts, upstream in (("loss z", 64e-9 if reduction == "none" else 64.0), ("z", 2.0**14)):
@@ -89,7 +89,8 @@ def test_no_token_labelled(device: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_backward_again_and_again(reduction: str, device: str) -> None:
-    """The loss and its metrics each by a backward of its own, in any order, add up to one of their sum."""
+    """A separate backward for the loss and each metric, in any order, gives the gradients of one backward of their
+    sum."""
     hidden, weight, target = make(190, torch.float32, device)
     expected = torch.autograd.grad(ours((hidden, weight, target), "loss z entropy", reduction=reduction), weight)
     for order in (("loss", "z", "entropy"), ("entropy", "loss", "z")):
@@ -106,7 +107,7 @@ def test_backward_again_and_again(reduction: str, device: str) -> None:
 @eager_memory
 @pytest.mark.parametrize("parts", ["loss", "loss z"])
 def test_memory(parts: str) -> None:
-    """One d_hidden and one d_weight alive, not those of the loss beside those of its metrics."""
+    """One live d_hidden and d_weight, not separate ones for the loss and its metrics."""
     chunk_tokens, vocab = 1500, 30_000
     hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (2 * chunk_tokens, vocab))
     target = torch.randint(0, vocab, (2 * chunk_tokens,))

@@ -19,7 +19,7 @@ K = 1024
 @pytest.mark.parametrize(("size", "width"), [(4096, 14336), (5120, 25600)], ids=["llama3_8b", "qwen3_32b"])
 @pytest.mark.parametrize("thousands", [256, 1024])
 def test_memory_does_not_grow_with_length(thousands: int, size: int, width: int, activation: str) -> None:
-    """Simulated in a checkpointed region at 8 thousand and a million tokens: beyond what is T * D and the gradients,
+    """Simulated in a checkpointed region at 8 thousand and a million tokens: beyond T * D tensors and the gradients,
     three chunks of the inner width and 10 %; and 11 u of products."""
     chunk = size * width * 2
     for tokens in (8 * K, thousands * K):
@@ -42,8 +42,7 @@ def plain(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Ten
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_of_the_weight_gradients_does_not_grow_with_chunks(dtype: torch.dtype) -> None:
-    """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of torch, untiled, in this
-    dtype."""
+    """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of untiled torch in this dtype."""
     tokens, size, width = 2048, 96, 260
     shapes = [(tokens, size), (width, size), (width, size), (size, width)]
     operands = [(torch.randn(shape) * (1 if i == 0 else shape[1] ** -0.5)).to(dtype) for i, shape in enumerate(shapes)]
@@ -55,7 +54,7 @@ def test_error_of_the_weight_gradients_does_not_grow_with_chunks(dtype: torch.dt
 
     truth, untiled = gradients(plain, torch.float64), gradients(plain, dtype)
     ours = {n: gradients(gated_mlp, dtype, chunk_tokens=-(-tokens // n)) for n in (2, 16, 64, 256)}
-    # One chunk is what the tiled path makes of a sequence one token longer than a chunk: the plain path is torch's own.
+    # For one chunk, use the tiled path on a sequence one token longer than a chunk: the plain path is torch's own.
     ours[1] = gradients(gated_mlp, dtype, chunk_tokens=tokens - 1)
     for i, true in enumerate(truth):
         errors = {n: relative_error(gradient[i], true) for n, gradient in ours.items()}

@@ -17,7 +17,7 @@ def make(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Hugging Face's LlamaRMSNorm, whose float32 is float64 for float64."""
+    """Hugging Face's LlamaRMSNorm, computed in float64 instead of float32 for float64."""
     wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -53,7 +53,7 @@ def test_output_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, device
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_weight_of_another_dtype(dtype: torch.dtype, device: str) -> None:
-    """A float32 weight: its gradient is not rounded, and the output is float32, as Hugging Face's is."""
+    """A float32 weight: its gradient is not rounded, and the output is float32, as in Hugging Face."""
     x, weight, d_y = make(63, dtype=dtype, device=device)
     operands = [x, weight.detach().float().requires_grad_(), d_y.float()]
     assert_right(operands, run(rms_norm, *operands))
@@ -61,7 +61,7 @@ def test_weight_of_another_dtype(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("view", ["rows", "batch", "transposed", "reversed"])
 def test_views(view: str, device: str) -> None:
-    """x of which rows are further apart than long, one that no view makes rows of, and one of strided columns."""
+    """x with a row stride above the row length, one that cannot be viewed as rows, and one of strided columns."""
     wide, weight, _ = make(8, 2 * 17, device=device)
     wide = wide.detach()
     x = {
@@ -79,7 +79,7 @@ def test_views(view: str, device: str) -> None:
 
 
 def live_bytes(x: torch.Tensor, weight: torch.Tensor, d_y: torch.Tensor) -> tuple[int, int]:
-    """What is alive after the forward beside its output, and the peak of both passes."""
+    """Live bytes after the forward without its output, and the peak of both passes."""
     with LiveBytes() as memory:
         y = rms_norm(x, weight, EPS)
         saved = memory.live - y.nbytes
@@ -90,7 +90,7 @@ def live_bytes(x: torch.Tensor, weight: torch.Tensor, d_y: torch.Tensor) -> tupl
 @eager_memory
 @pytest.mark.parametrize("strided", [False, True])
 def test_memory(strided: bool) -> None:
-    """Nothing is saved beside x; the peak grows by y and d_x alone, also where rows are further apart than long."""
+    """Only x is saved; the peak grows only by y and d_x, also if the row stride exceeds the row length."""
     measured = []
     for tokens in (20_000, 80_000):  # the eager kernel's blocks of 1 MiB are full at both lengths
         x, weight, d_y = make(tokens, dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ def test_module(shape: tuple[int, ...], checkpointed: bool | None, dtype: torch.
     d_y = torch.randn(shape, device=device).to(dtype)
     same = gradients(module(x), d_y, x, *module.parameters())
     y = apply(module, x) if checkpointed is None else checkpoint(apply, module, x, use_reentrant=checkpointed)
-    y.backward(d_y)  # a reentrant checkpoint knows .grad alone
+    y.backward(d_y)  # a reentrant checkpoint supports only .grad
     ours = [y, x.grad, *(parameter.grad for parameter in module.parameters())]
     assert all(mine.dtype == dtype for mine in ours)
     assert_right(module, x, d_y, ours, same)
@@ -81,7 +81,7 @@ def test_several_inputs_and_outputs_and_a_shared_tensor(trainable: tuple[bool, .
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_dropout_is_replayed(checkpointed: bool, device: str) -> None:
-    """The backward drops what the forward dropped, and leaves the generator where the forward left it."""
+    """The backward drops what the forward dropped, and restores the generator's state after the forward."""
     module = Mlp(dropout=0.5).to(device)
     x, d_y = torch.randn(95, D, device=device, requires_grad=True), torch.randn(95, D, device=device)
     torch.manual_seed(3)
@@ -110,7 +110,7 @@ def test_autocast_is_replayed(device: str) -> None:
 
 
 def test_gradients_of_parameters_do_not_lose_digits_over_chunks(device: str) -> None:
-    """Autograd rounds each chunk's gradient, but their sum is float32: 200 chunks are little worse than one."""
+    """Autograd rounds each chunk's gradient, but sums them in float32: 200 chunks are little worse than one."""
     module = nn.Linear(D, M, bias=False).to(device, torch.bfloat16)
     x, d_y = (torch.randn(2000, width, device=device).bfloat16() for width in (D, M))
     truth = d_y.double().T @ x.double()
@@ -122,8 +122,8 @@ def test_gradients_of_parameters_do_not_lose_digits_over_chunks(device: str) -> 
 
 
 def test_products() -> None:
-    """One forward more without checkpointing. With it the recomputation stops before the function: none more, but
-    for the last layer, which the untiled one leaves out."""
+    """One more forward without checkpointing. With it the recomputation stops before the function and adds none, except
+    for the last layer, which the untiled recomputation leaves out."""
     module, x, d_y = Mlp(), torch.randn(100, D, requires_grad=True), torch.randn(100, D)
     unit = 2 * 100 * D * M
     for forward, units in (
@@ -139,7 +139,7 @@ def test_products() -> None:
 
 @eager_memory
 def test_memory() -> None:
-    """Inside the function nothing has the length of the sequence; nothing is saved beside the input."""
+    """No tensor inside the function has the length of the sequence; only the input is saved."""
     module = Mlp()
 
     def peak(tokens: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ def test_memory() -> None:
 
     (saved, short), (saved_longer, long) = peak(1000), peak(4000)
     assert saved == saved_longer and saved < 20_000  # the state of the random generator
-    assert (long - short) / 3000 == 3 * 4 * D  # y, its gradient, that of x
+    assert (long - short) / 3000 == 3 * 4 * D  # y, its gradient, and that of x
 
 
 def test_a_leaf_that_is_not_listed_is_not_ignored(device: str) -> None:
@@ -177,7 +177,7 @@ def test_one_chunk_is_the_function_itself(device: str) -> None:
 
 @pytest.mark.parametrize("changed", [0, 1], ids=["used", "unused"])
 def test_parameters_that_change_before_the_backward(changed: int) -> None:
-    """One that is used must not; another may, as where an optimizer steps inside the backward."""
+    """A used parameter must not change; others may, as with an optimizer that steps inside the backward."""
     params = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
     x = torch.randn(1, 12, 8, requires_grad=True)
     y = tiled_part(lambda x: torch.tanh(x @ params[0]), x, params=params, chunk_tokens=4, used_alone=True)

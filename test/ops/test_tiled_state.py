@@ -1,4 +1,5 @@
-"""What a tiled function must not do, as it runs once a chunk and again in the backward: it is refused, and undone."""
+"""Side effects that a tiled function must not have, because it runs once per chunk and again in the backward: refused
+and undone."""
 
 import random
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def spectral() -> nn.Module:
 
 
 class Caller:
-    """No module itself, but holds one."""
+    """Holds a module, but is none."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -70,7 +71,7 @@ HOLDERS = {
     "a method": lambda module: Caller(module).of_chunk,
     "compiled": lambda module: torch.compile(lambda x: module(x) * 2, backend="aot_eager"),
 }
-KEEPING = {Deep: "layers.1.num_batches_tracked", spectral: "weight_u", Counting: "calls"}  # and its state's name
+KEEPING = {Deep: "layers.1.num_batches_tracked", spectral: "weight_u", Counting: "calls"}  # and the name of its state
 
 
 def state_of(module: nn.Module) -> list[torch.Tensor]:
@@ -98,7 +99,7 @@ def test_state_is_refused_and_put_back(make: Callable[[], nn.Module], holder: st
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_module_in_eval_mode_keeps_no_state(checkpointed: bool, device: str) -> None:
-    """What is refused in training is right in evaluation, as is what a function changes of its own making."""
+    """Modules refused in training are right in evaluation, and so is a function that changes its own new tensors."""
     module = nn.Sequential(Deep(), spectral()).to(device).eval()
     x = torch.randn(95, D, device=device, requires_grad=True)
     scale = torch.ones(D, device=device)
@@ -135,7 +136,7 @@ MODES = {"trained": nullcontext, "no_grad": torch.no_grad, "inference": torch.in
 def test_change_of_an_input_is_refused_and_put_back(
     fn: Callable, name: str, trained: bool, mode: str, device: str
 ) -> None:
-    """Run again in the backward, a function that doubles its input made weight gradients twice too large."""
+    """Run again in the backward, a function that doubles its input would make weight gradients twice too large."""
     weight = torch.randn(D, D, device=device, requires_grad=True)
     x, table = torch.randn(95, D, device=device), torch.randn(D, device=device)
     if trained:
@@ -191,7 +192,7 @@ def test_what_is_too_large_is_not_put_back(device: str) -> None:
 
 @pytest.mark.parametrize("trained", ["x", "weight"])
 def test_leaf_that_only_a_later_chunk_uses(trained: str, device: str) -> None:
-    """Its gradient was lost."""
+    """Its gradient would be lost."""
     x, weight, other = (torch.randn(*shape, device=device) for shape in ((95, D), (D,), (D,)))
     other.requires_grad_(True)
     leaf = {"x": x, "weight": weight}[trained].requires_grad_(True)
@@ -221,7 +222,7 @@ def noise(kind: str) -> tuple[Callable[[tuple[int, ...]], torch.Tensor], Callabl
         return lambda shape: torch.full(shape, generator.random()), generator.getstate
     if kind == "python's global":
         return lambda shape: torch.full(shape, random.random()), random.getstate
-    numpy = pytest.importorskip("numpy")  # a variable of the functions below, as Python's random is a global of them
+    numpy = pytest.importorskip("numpy")  # a closure variable of the functions below, while Python's random is a global
     if kind == "numpy":
         generator = numpy.random.default_rng()
         return lambda shape: torch.from_numpy(generator.random(shape)), lambda: str(generator.bit_generator.state)

@@ -1,4 +1,4 @@
-"""`tiled(..., check=True)`: what it finds, and that it leaves everything as it was."""
+"""`tiled(..., check=True)`: the errors that it finds, and that it restores everything."""
 
 import random
 import re
@@ -35,7 +35,7 @@ class Kept(nn.Module):
 
 
 class Hidden:
-    """Draws from a generator that nothing leads to."""
+    """Draws from a generator that cannot be found."""
 
     __slots__ = ("generator",)
 
@@ -47,7 +47,7 @@ class Hidden:
 
 
 class Normed(nn.Module):
-    """Statistics over the tokens, and running ones without a version (torch 2.13)."""
+    """Computes statistics over the tokens, and running ones without a version (torch 2.13)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(95, D), (3, 41, D), (1, D), (2, 5, 7, D)], ids=str)
 def test_nothing_found(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Rounding that depends on the number of tokens is no mixing; with the check everything is as without it."""
+    """Rounding that depends on the number of tokens is not mixing; the check changes no result."""
     block = Block().to(device)
     block(torch.randn(1, D, device=device))  # the spectral norm of random vectors may be near zero
     block = block.to(dtype).eval()

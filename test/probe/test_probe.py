@@ -1,4 +1,4 @@
-"""seqtile probe: seqtile is right, a planted defect is found, and a peer that cannot run is shown as such."""
+"""seqtile probe: seqtile is right, a planted defect is found, and a package that cannot run is shown as such."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_seqtile_is_right_over_two_ranks() -> None:
 
 
 def without_positions(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A function that leaks: the documents of a row are one."""
+    """A model function that leaks: all documents of a row form one."""
     return lambda batch: model(input_ids=batch["input_ids"]).logits[0]
 
 
@@ -65,7 +65,7 @@ def shifted_after_the_cut(batch: dict[str, Tensor]) -> Tensor:
 
 
 def in_another_direction() -> Finding:
-    """Of the right length along the true gradient."""
+    """A gradient with the right length along the true one, but another direction."""
     true = truth(batch_of())[1]
     across = true.flip(0) - true * (true.flip(0) @ true) / (true @ true)
     return scale(true + across, true)
@@ -91,7 +91,7 @@ def test_a_planted_defect_is_found(name: str) -> None:
 
 
 def test_half_of_it_is_counted() -> None:
-    """Of the outputs those that change, not whether any does: a leak into the last ten tokens alone."""
+    """Counts the outputs that change, not whether any does: a leak only into the last ten tokens."""
     model = small_model()
 
     def logits(batch: dict[str, Tensor]) -> Tensor:
@@ -157,7 +157,7 @@ def test_sigterm_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a guide says comes out is no defect; anything else still is."""
+    """A result that a guide announces is no defect; any other wrong result still is."""
     monkeypatch.setattr(ranks, "cut_by_hand", shifted_after_the_cut)
     assert Case("label", "it", "torch", ranks.cut_before_the_shift).run().verdict == "by contract"
     monkeypatch.setattr(ranks, "cut_by_hand", lambda batch: truth(batch, "eager")[0])

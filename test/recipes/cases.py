@@ -1,4 +1,4 @@
-"""What a rank does of `seqtile finetune`, and what ends a run early."""
+"""The ranks of `seqtile finetune` in tests, and events that end a run early."""
 
 import io
 import os
@@ -30,7 +30,7 @@ JOB = Job(seq_len=50, steps=STEPS, learning_rate=1e-3, device="cpu")
 
 
 class Killed(BaseException):
-    """What ends a run at once."""
+    """Ends a run at once."""
 
 
 def kill() -> None:
@@ -43,7 +43,7 @@ def press_ctrl_c() -> None:
 
 @contextmanager
 def ended_in(step: int, by: Callable[[], None], rank: int = 0) -> Iterator[None]:
-    """Calls `by` in so manieth step of a run, if this process has that rank."""
+    """Calls `by` in the given step of a run, if this process has that rank."""
     steps, true_loss_of = count(1), training_run.loss_of
 
     def loss_of(*arguments: object) -> torch.Tensor:
@@ -56,8 +56,8 @@ def ended_in(step: int, by: Callable[[], None], rank: int = 0) -> Iterator[None]
 
 
 def on_rank(*arguments: str, command: str = "finetune") -> tuple[int, str]:
-    """A command of seqtile's, in a process that has a rank: its exit code, and what it printed."""
-    with patch.object(os, "_exit"):  # with which it ends where all went well
+    """Runs a seqtile command in a process that has a rank. Returns its exit code and its output."""
+    with patch.object(os, "_exit"):  # a successful command ends with it
         result = CliRunner().invoke(app, [command, "--device", "cpu", *arguments])
     return result.exit_code, result.output
 
@@ -71,7 +71,7 @@ def rank() -> int:
 
 
 def interrupted_on_rank(*arguments: str) -> tuple[int, str]:
-    """The same, where the last rank alone is sent Ctrl-C, after its second step."""
+    """The same, but the last rank alone gets Ctrl-C after its second step."""
     steps = count(1)
     if rank() == 1:
         register_optimizer_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT) if next(steps) == 2 else None)
@@ -79,7 +79,7 @@ def interrupted_on_rank(*arguments: str) -> tuple[int, str]:
 
 
 def chosen_by_fit(model: str, directory: str, sizes: tuple[int, ...]) -> tuple[bool, object]:
-    """What `--fit` chooses, on a rank whose machine has its own of these bytes free."""
+    """Returns the features that `--fit` chooses on a rank whose machine has its own number of free bytes."""
     proc = Path(directory) / f"{sizes} {rank()}"
     proc.mkdir()
     (proc / "meminfo").write_text(f"MemAvailable: {(sizes[rank()] + KEPT_FREE) // 1024 + 1} kB\n")
@@ -90,7 +90,7 @@ def chosen_by_fit(model: str, directory: str, sizes: tuple[int, ...]) -> tuple[b
 
 
 def memory_to_load(directory: str, shard: str) -> float:
-    """The most memory that a rank holds, beyond what it held before, until its model is sharded, in MiB."""
+    """Returns the peak memory in MiB that a rank adds until its model is sharded."""
     job = Job(directory, device="cpu", local_rank=rank(), shard=shard)
     run = Run(job, load_config(directory), torch.zeros(1, 1, 2, dtype=torch.int64), tiled=True)
     with sequence_group(job) as ctx:
@@ -101,7 +101,8 @@ def memory_to_load(directory: str, shard: str) -> float:
 
 
 def run_of_a_rank(directory: str, shard: str, name: str) -> str:
-    """What a rank says of a run that the other's Ctrl-C ends, of the same to its end, or of one that nothing ends."""
+    """Returns a rank's output for a run that the other rank's Ctrl-C ends, for the resumed run, or for an undisturbed
+    one."""
     home, own, said = Path(directory), int(os.environ["RANK"]), io.StringIO()
     job = replace(JOB, model=str(home / "start"), shard=shard, output=home / "run", local_rank=own)
     with redirect_stdout(said):

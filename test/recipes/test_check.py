@@ -1,4 +1,4 @@
-"""`seqtile check`: which parts of a model can be tiled, tried out on a small one."""
+"""`seqtile check`: tests on a small model which parts of a model can be tiled."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from seqtile.ops.decoder_layer import decoder_layer
 
 def check(*arguments: object, variants: str = "--no-variants") -> Result:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is small is slower on many
+    torch.set_num_threads(1)  # small models are slower on many threads
     try:
         return CliRunner().invoke(app, ["check", variants, *map(str, arguments)])
     finally:
@@ -27,7 +27,7 @@ def check(*arguments: object, variants: str = "--no-variants") -> Result:
 
 @pytest.fixture
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is no matter of memory."""
+    """For tests that do not measure memory."""
     monkeypatch.setattr("seqtile.recipes.check.TOKENS", (96,))
 
 
@@ -42,7 +42,7 @@ def lines(*arguments: object) -> dict[str, dict]:
 
 
 def test_a_config_file(tmp_path: Path) -> None:
-    """With an MLP of other names, and layers of two kinds, of which one is a convolution."""
+    """With an MLP that has other names, and two kinds of layers, one of which is a convolution."""
     kinds = ["conv", "full_attention"] * 4
     CONFIG_MAPPING["lfm2"](num_hidden_layers=8, layer_types=kinds).save_pretrained(tmp_path)
     found = lines(tmp_path / "config.json")
@@ -53,7 +53,7 @@ def test_a_config_file(tmp_path: Path) -> None:
 
 
 def test_a_type() -> None:
-    """A layer of Llama's shape is fused; its memory shows."""
+    """A layer of Llama's shape is fused; its memory is shown."""
     report = report_of("cwm")
     layer = next(line for line in report["lines"] if line["part"] == "layer")
     assert {line["how"] for line in report["lines"]} == {"fused"} and report["tokens"] == 2048
@@ -62,7 +62,7 @@ def test_a_type() -> None:
 
 @pytest.mark.usefixtures("few_tokens")
 def test_dense_layers_before_experts(tmp_path: Path) -> None:
-    """Both kinds of layers stay where the first two have no experts."""
+    """Both kinds of layers remain if the first two have no experts."""
     kinds = {"num_hidden_layers": 6, "num_dense_layers": 2, "layer_types": ["conv", "full_attention"] * 3}
     CONFIG_MAPPING["lfm2_moe"](**kinds).save_pretrained(tmp_path)
     found = lines(tmp_path)
@@ -71,14 +71,14 @@ def test_dense_layers_before_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("config", "tokens"), [("gpt2", 192), ("blenderbot", 96)])
 def test_a_table_of_positions(config: str, tokens: int) -> None:
-    """The step that is measured is no longer than the table."""
+    """The measured step is no longer than the table."""
     assert report_of(config)["tokens"] == tokens
 
 
 @pytest.mark.full("1 to 30 s each", but=("gemma4_assistant",))
 @pytest.mark.parametrize("name", model_types())
 def test_every_type(name: str) -> None:
-    """Whatever a type's own code raises, what a person reads is a table or one error."""
+    """Whatever error a type's own code raises, the user reads a table or one error."""
     result = check(name)
     assert result.exit_code in (0, 1) and "Traceback" not in result.output
     assert result.exit_code == 0 or " is refused: " in result.stdout or result.stdout.startswith("error: "), result
@@ -86,7 +86,7 @@ def test_every_type(name: str) -> None:
 
 @pytest.mark.usefixtures("few_tokens")
 def test_a_model_that_differs() -> None:
-    """Its attention mixes heads before it asks for the attention function a second time."""
+    """Its attention mixes heads before its second call of the attention function."""
     result = check("diffllama")
     assert result.exit_code == 1
     assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
@@ -97,7 +97,7 @@ def test_a_model_that_differs() -> None:
 @pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize("scale_is_forgotten", [False, True])
 def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default Granite's layers add what they compute as it is; times 0.5 they do not."""
+    """By default Granite's layers add their outputs unscaled; scaled by 0.5 they do not."""
     if scale_is_forgotten:
         monkeypatch.setattr(sweep, "unproven", lambda model: lambda part, module: None)  # which would refuse it
         monkeypatch.setattr(layer, "decoder_layer", lambda *args, **given: decoder_layer(*args, **given | {"scale": 1}))

@@ -1,4 +1,4 @@
-"""Reading long documents: the tokens that the whole text would give, and no more read than they need."""
+"""Reads long documents: gives the tokens of the whole text, and reads no more text than needed."""
 
 import random
 from functools import cache
@@ -21,7 +21,7 @@ def real_text() -> str:
 
 @cache
 def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
-    """A real one, or one of the kinds that cut text otherwise, trained on real text."""
+    """A real tokenizer, or one that splits text in another way, trained on real text."""
     if kind == "smollm2":
         return load_tokenizer("smollm2-135m")
     special = ["<unk>", "</s>"]
@@ -34,7 +34,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
         tokenizer.normalizer = normalizers.BertNormalizer()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         trainer = trainers.WordPieceTrainer(vocab_size=800, special_tokens=special)
-    else:  # Gemma's: lines are not cut into words before pairs are merged
+    else:  # Gemma's: lines are not split into words before pairs are merged
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Replace("▁", " ")
@@ -44,7 +44,8 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
 
 
 def hard_text() -> str:
-    """Real text between what is hard for tokenizers: long words and spaces, letters of many bytes, their own tokens."""
+    """Real text between difficult parts: long words and spaces, letters of many bytes, and the tokenizers' own
+    tokens."""
     parts = ["a" * 3000, " " * 2500, "\n" * 900, "\t x" * 500, "</s><|endoftext|>" * 60]
     parts += ["汉字" * 400, "\U0001f469\u200d\U0001f467 é e\u0301 " * 200]
     parts += ["".join(random.choices("ACGT", k=5000)), "".join(random.choices("\r\n \t.", k=2000)), "1234567" * 300]
@@ -81,14 +82,14 @@ def test_a_tokenizer_without_offsets_gets_the_whole_text() -> None:
 
 
 def test_a_file_is_read_no_further_than_needed(tmp_path: Path) -> None:
-    """What is no text far behind what is needed is not met; where it is met, nothing of the file is kept."""
+    """Invalid text far beyond the needed tokens is not read; if it is read, nothing of the file is kept."""
     save_tiny(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     data = tmp_path / "data"
     data.mkdir()
     for name, end in (("a.txt", b"\xff"), ("b.txt", b"\0")):
         (data / name).write_bytes(b"words and " * 20_000 + end)
-    (data / "c.txt").write_text("héllo" * 40_000, encoding="utf-8")  # letters of two bytes, at the ends of blocks too
+    (data / "c.txt").write_text("héllo" * 40_000, encoding="utf-8")  # letters of two bytes, also at the ends of blocks
     few = sequences((data,), tokenizer, seq_len=100, count=3)
     assert (few.files, few.skipped) == (1, {}) and few.tokens < 140_000
     many = sequences((data,), tokenizer, seq_len=100, count=2001)

@@ -1,4 +1,4 @@
-"""`seqtile evaluate`: text files and a model, on a process and on ranks that share documents."""
+"""`seqtile evaluate`: text files and a model, in one process and on ranks that share documents."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,8 @@ def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("<s> ", ""), ("<s> ", " </s>")], ids=repr)
 def test_the_tokens_of_the_tokenizer(before: str, after: str, files: list[str]) -> None:
-    """As they are, with the special tokens that it adds; of the text as Python reads it, where lines end in \\n."""
+    """The tokenizer's tokens, with the special tokens that it adds, of the text as Python reads it, with lines ending
+    in \\n."""
     path = Path(files[0]) / "tokenizer.json"
     own = Tokenizer.from_file(str(path))
     special = [(name, own.token_to_id(name)) for name in ("<s>", "</s>")]

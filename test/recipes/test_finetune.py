@@ -53,7 +53,7 @@ def document(tmp_path: Path) -> Path:
 
 
 def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
-    """The whole job: sequences of more than a chunk, both runs in processes of their own, report, picture and model."""
+    """The whole job: sequences of more than a chunk, both runs in their own processes, report, picture and model."""
     output = tmp_path / "new" / "run"
     command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
     command += ["--seq-len", "2500", "--steps", "3", "--learning-rate", "1e-4", "--compare", "--device", "cpu"]
@@ -86,12 +86,12 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
 @pytest.mark.full("it has the layers of both others", but=("gemma3_text",))
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text"])
 def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models with sliding windows in one process: nothing grows with the square of the length, and loss and
+    """For models with sliding windows in one process: nothing grows with the square of the length, and loss and
     gradients are the model's."""
     save_tiny(tmp_path, arch)
-    monkeypatch.setattr(segments, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
+    monkeypatch.setattr(segments, "MASK_ELEMENTS", 2**22)  # less than a mask of one of these lengths
     largest = {}
-    for length in (2300, 3450):  # of more than a chunk
+    for length in (2300, 3450):  # more than a chunk
         job = Job(str(tmp_path), seq_len=length, steps=1, device="cpu", output=tmp_path)
         batch = torch.randint(3, 90, (1, length))
         run = Run(job, load_config(job.model), batch[None], tiled=True)
@@ -133,8 +133,8 @@ def test_layers_tiled_as_a_whole(pretrained: Path, tmp_path: Path) -> None:
 def test_bfloat16_trains_float32_weights(
     pretrained: Path, tmp_path: Path, tiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A learning rate whose updates bfloat16 weights would round away moves all that has a gradient."""
-    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
+    """With a learning rate whose updates bfloat16 weights would round away, every parameter with a gradient changes."""
+    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it permanently changes the process
     job = Job(str(pretrained), seq_len=300, steps=3, dtype="bfloat16", device="cpu", output=tmp_path)
     rows = torch.randint(3, 90, (3, 1, 300))
     run = Run(job, load_config(job.model), rows, tiled, save_to=tmp_path)
@@ -150,7 +150,7 @@ def test_bfloat16_trains_float32_weights(
 
 
 def lines_until(beginning: str, process: subprocess.Popen) -> list[str]:
-    """What `process` prints, up to the line that begins so."""
+    """Returns the output of `process` up to the line with this start."""
     lines = [""]
     while not lines[-1].startswith(beginning):
         lines.append(process.stdout.readline())
@@ -159,7 +159,7 @@ def lines_until(beginning: str, process: subprocess.Popen) -> list[str]:
 
 
 def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
-    """The cheapest features with which a step fits; on a CPU in its own memory, and with no other to offload to."""
+    """The cheapest features with which a step fits; on a CPU in its own memory, without other memory to offload to."""
     job, size = Job(model=str(pretrained), seq_len=100_000, fit=True, device="cpu"), Console(soft_wrap=True)
     loose, tight = (memory.plan(config_of("llama"), seq_len=100_000, dtype="float32", tiles=tiles) for tiles in FITS)
     for plan, layer in ((loose, False), (tight, True)):
@@ -182,8 +182,8 @@ def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
     ids=["interrupted", "interrupted twice", "killed"],
 )
 def test_ended_early(pretrained: Path, document: Path, tmp_path: Path, signum: int, times: int, code: int) -> None:
-    """Ctrl-C, which a terminal sends to every process, saves what was trained, and a second time ends it at once, as a
-    kill of the parent alone does: its worker ends with it, and nothing is written."""
+    """Ctrl-C, which a terminal sends to every process, saves the trained model. A second Ctrl-C ends the run at once.
+    So does killing only the parent: its worker ends too, and nothing is written."""
     output = tmp_path / "run"
     command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
     command += ["--seq-len", "15000" if times == 2 else "50", "--steps", "20000", "--device", "cpu"]
@@ -196,9 +196,9 @@ def test_ended_early(pretrained: Path, document: Path, tmp_path: Path, signum: i
             if times == 2:
                 lines_until("interrupted: after this step the model is saved; Ctrl-C again ends it at once", process)
                 os.killpg(process.pid, signum)
-            rest, errors = process.communicate(timeout=900)  # until the worker has closed its end of the pipes too
+            rest, errors = process.communicate(timeout=900)  # until the worker has closed its pipes too
         finally:
-            with suppress(ProcessLookupError):  # as it should be
+            with suppress(ProcessLookupError):  # as expected
                 os.killpg(process.pid, signal.SIGKILL)
     assert read[0].startswith("data: 1 file read, ") and "step 20000/" not in rest
     assert process.returncode == code and "Traceback" not in errors, errors
@@ -240,7 +240,7 @@ def test_many_steps_stay_readable() -> None:
 
 
 def refused(*arguments: object) -> str:
-    """What the command line says, on one line, of a job that it refuses."""
+    """Returns the one-line error of the command line for a job that it refuses."""
     result = CliRunner().invoke(app, ["finetune", *map(str, arguments)])
     assert result.exit_code == 1, result.output
     return " ".join(result.output.split())
@@ -341,7 +341,7 @@ def test_help_is_grouped() -> None:
     panels = re.split(r"╭─ ([\w ]+) ─+╮", result.output)[1:]
     options = [re.findall(r"^│ (--[\w-]+)", text, re.MULTILINE) for text in panels[1::2]]
     assert len(options) == 6 and options[panels[::2].index("Options")] == ["--help"]
-    assert sum(len(set(each)) for each in options) == len(fields(Job))  # of which one is hidden, beside --help
+    assert sum(len(set(each)) for each in options) == len(fields(Job))  # one is hidden, --help is extra
 
 
 def test_lengths_of_time() -> None:

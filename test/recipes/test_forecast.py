@@ -1,4 +1,4 @@
-"""`seqtile plan`: what it says, and that it needs neither torch nor a network to say it."""
+"""`seqtile plan`: its output, and that it needs neither torch nor a network."""
 
 import inspect
 import json
@@ -46,7 +46,7 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
 
 
 def test_layers_tiled_as_a_whole() -> None:
-    """Planned where nothing else reaches the length, or where they are asked for."""
+    """Planned if nothing else reaches the length, or if requested."""
     options = ("--offload", "optimizer", "--offload", "weights")
     *_, (_, light), (_, layer), (_, groups) = memory.ladder(LLAMA, offload=("optimizer", "weights"))
     plain, whole = "apply_seqtile(model)", "apply_seqtile(model, layer=True)"
@@ -97,7 +97,7 @@ def test_what_to_turn_on(options: tuple[str, ...], line: str) -> None:
 
 
 def test_shared_tokens() -> None:
-    """Sequences that begin alike: what they are in the plan, and how they are shared over GPUs."""
+    """Sequences with a shared prefix: their plan, and how GPUs share them."""
     options = ("--gpus", "8", "--offload", "optimizer", "--batch-size", "8", "--shared-tokens", "30000")
     text = said(LLAMA, *options, "--seq-len", "32000")
     assert "A step of 8 x 32,000 tokens, of which 30,000 are shared, at its peak" in text
@@ -151,7 +151,7 @@ def test_json() -> None:
     ],
 )
 def test_just_these_features(options: list[str], setup: dict) -> None:
-    """Planned alone, and their longest sequence is the only one."""
+    """Only these features are planned, and their longest sequence is the only one."""
     found = json.loads(said(LLAMA, "--gpu-memory", "200", "--seq-len", "8000", *options, "--json"))
     planned, longest = (f(LLAMA, gpu_memory_gib=200, **given | setup) for f, given in PREDICTED)
     assert sum(found["plan"]["gpu_gib"].values()) == pytest.approx(planned.gpu_bytes / 2**30, abs=0.01)
@@ -190,7 +190,7 @@ def test_errors(arguments: list[str], message: str) -> None:
 
 
 def test_it_loads_nothing(tmp_path: Path) -> None:
-    """So that it answers at once: neither torch nor transformers, for a name and for a config.json."""
+    """It answers at once because it loads neither torch nor transformers, for a name and for a config.json."""
     script = f"""
 import sys
 from typer.testing import CliRunner

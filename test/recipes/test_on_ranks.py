@@ -1,4 +1,4 @@
-"""`seqtile finetune` on several processes, each with a part of a sequence, beside one process that has all of it."""
+"""`seqtile finetune` on several processes that share a sequence, against one process that has all of it."""
 
 import json
 import os
@@ -29,7 +29,7 @@ OF_TWO = pytest.mark.parametrize("pool", [(2, "own")], indirect=True, ids=["2"])
     ("pool", "shard"), [((4, "own"), "fsdp2"), ((4, "own, zero3"), "zero3")], indirect=["pool"], ids=["fsdp2", "zero3"]
 )
 def test_two_groups_of_two(pool: Pool, shard: str, tmp_path: Path) -> None:
-    """Losses and weights are those of one process that trains on both groups' sequences in a step."""
+    """Losses and weights are those of one process that trains on both groups' sequences in one step."""
     save_tiny(tmp_path / "start")
     job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "3", "--learning-rate", "1e-3")
     output = tmp_path / "run"
@@ -58,7 +58,7 @@ def test_two_groups_of_two(pool: Pool, shard: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @OF_TWO
 def test_fit_on_ranks_with_different_memory(pool: Pool, tmp_path: Path) -> None:
-    """All choose what fits where least is free, though one of them has room for what costs less."""
+    """All ranks choose what fits the rank with the least free memory, although another could use cheaper features."""
     save_tiny(tmp_path)
     setup = {"seq_len": 100_000, "dtype": "float32", "gpus": 2, "sequence_parallel": 2}
     config, tiles = load_config(str(tmp_path)), (memory.TILES, ("loss", "mlp"))
@@ -94,16 +94,16 @@ def test_bad_input(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize(("shard", "most"), [("fsdp2", 0.5), ("zero3", 0.9)])
 def test_one_rank_holds_the_whole_model(shard: str, most: float, tmp_path: Path) -> None:
-    """The others, three of four, hold their part, in DeepSpeed thrice, and one layer or parameter at a time."""
+    """Three of four ranks hold only their part (with DeepSpeed three times), and one layer or parameter at a time."""
     build("llama", num_hidden_layers=16, hidden_size=1024, intermediate_size=3072).save_pretrained(tmp_path)
     whole = (tmp_path / "model.safetensors").stat().st_size / 2**20
-    with Pool(4, "own") as pool:  # whose peaks are those of this case
+    with Pool(4, "own") as pool:  # its peaks are those of this case
         held = pool.run(memory_to_load, str(tmp_path), shard)
     assert held[0] > 0.8 * whole > 500 and max(held[1:]) < most * whole, (whole, held)
 
 
 def assert_saved(tmp_path: Path, printed: str) -> None:
-    """All ranks ended after the same step, and what they trained is kept."""
+    """All ranks ended after the same step, and the trained weights are saved."""
     steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
     assert printed.count(f"interrupted after step {steps} of 20000; what was trained until then is saved") == 1
     start, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("start", "run/model"))
@@ -137,6 +137,6 @@ def test_torchrun_interrupted(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGINT)
             printed, _ = process.communicate(timeout=900)
         finally:
-            with suppress(ProcessLookupError):  # as it should be
+            with suppress(ProcessLookupError):  # as expected
                 os.killpg(process.pid, signal.SIGKILL)
     assert_saved(tmp_path, printed)

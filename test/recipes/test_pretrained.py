@@ -1,4 +1,4 @@
-"""Models that cannot be loaded, and names that may be misspelt: one sentence, before anything is trained."""
+"""Models that cannot be loaded, and misspelt names: one sentence before any training."""
 
 import json
 import re
@@ -19,7 +19,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """models/llama, from here."""
+    """models/llama, relative to the working directory."""
     (tmp_path / "models" / "llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
@@ -108,7 +108,7 @@ def test_what_looks_like_a_path_is_no_hub_name(name: str, said: str, models: Non
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--model=~/llama, which a shell hands over as it is."""
+    """--model=~/llama, which a shell passes on unexpanded."""
     monkeypatch.setenv("HOME", str(tmp_path))
     save_tiny(tmp_path / "llama")
     assert source("~/llama") == (str(tmp_path / "llama"), {})
@@ -131,7 +131,7 @@ def test_what_a_hub_name_may_mean_otherwise(
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`from_pretrained` tries six times, with half a minute of waiting."""
+    """`from_pretrained` tries six times and waits for half a minute."""
     asked = []
 
     def unreachable(*args: object, **options: object) -> None:

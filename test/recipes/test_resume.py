@@ -1,4 +1,4 @@
-"""`--save-every` and `--resume`: a run that was ended early and went on is the run that was not, to the last bit."""
+"""`--save-every` and `--resume`: a run that ended early and was resumed is bitwise equal to an uninterrupted run."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ def save_with_dropout(directory: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
+    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it permanently changes the process
     save_with_dropout(tmp_path / "start")
     job = replace(JOB, model=str(tmp_path / "start"), output=tmp_path / "run")
     job.output.mkdir()
@@ -92,7 +92,7 @@ def test_another_job_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     with ended_in(1, press_ctrl_c):
         train(run)
     save_tiny(tmp_path / "other")
-    check_same(with_options(run, layer=True, save_every=3, data=[tmp_path]))  # which change nothing that is trained
+    check_same(with_options(run, layer=True, save_every=3, data=[tmp_path]))  # they do not change the training
     more = torch.cat([run.sequences, run.sequences])
     check_same(replace(with_options(run, steps=2 * STEPS), sequences=more))
     for changed, said in (
@@ -180,7 +180,7 @@ def test_the_earlier_checkpoint_stays_until_the_new_one_is_complete(
 
 
 def with_small_files(save: Callable) -> Callable:
-    """`save`, which the system lets write no file of more than some bytes."""
+    """`save` under a system limit for the size of a file."""
 
     def limited(training: Training, directory: Path) -> None:
         with small_files_only():
@@ -190,7 +190,7 @@ def with_small_files(save: Callable) -> Callable:
 
 
 def test_killed_at_the_very_moment_of_replacing(run: Run) -> None:
-    """Between two renames only the earlier one is there; a later one then takes its place."""
+    """Between two renames only the earlier checkpoint exists; a later one then replaces it."""
     with ended_in(1, press_ctrl_c):
         train(run)
     place = checkpoint_in(run.job.output)

@@ -1,4 +1,4 @@
-"""Saving: the earlier model stays until the new one is complete, nothing is left half-written, and nothing is lost."""
+"""Saving: the earlier model stays until the new one is complete, no partial files remain, and nothing is lost."""
 
 import errno
 import tempfile
@@ -32,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_takes_the_place_of_another(tmp_path: Path, elsewhere: Path) -> None:
-    """Also where its directory is a link; what is no weight and not written anew stays there."""
+    """Also if its directory is a link. Files that are no weights and are not rewritten stay."""
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "model").mkdir()
     (tmp_path / "model").symlink_to(tmp_path / "big" / "model")
@@ -51,7 +51,7 @@ def test_a_model_takes_the_place_of_another(tmp_path: Path, elsewhere: Path) -> 
 
 
 def test_a_full_disk(tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is saved elsewhere, what was there stays as it was, and nothing of the attempt is left."""
+    """The model is saved elsewhere, existing files do not change, and no partial files remain."""
     save_tiny(tmp_path / "model")
     before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
     model = build("llama")
@@ -71,7 +71,7 @@ def test_a_full_disk(tmp_path: Path, elsewhere: Path, monkeypatch: pytest.Monkey
 
 
 def test_no_disk_has_room(tmp_path: Path, elsewhere: Path) -> None:
-    """A limit that the system sets: writing fails in the middle of the weights, as on a full disk."""
+    """A system limit: writing fails in the middle of the weights, as on a full disk."""
     model = build("llama")
     (tmp_path / "model").mkdir()
     with small_files_only():
@@ -123,7 +123,7 @@ def test_a_place_that_cannot_be_written_to_is_not_called_full() -> None:
 def test_what_is_not_finite_is_not_saved(
     steps: int, learning_rate: float | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
+    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it permanently changes the process
     save_tiny(tmp_path / "start")
     if learning_rate is None:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")

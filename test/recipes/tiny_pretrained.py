@@ -1,4 +1,4 @@
-"""A tiny model, a Llama by default, and a character tokenizer, as save_pretrained writes them; a disk that is full."""
+"""A tiny model, by default a Llama, and a character tokenizer, as save_pretrained writes them; a full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def save_tiny(directory: Path, arch: str = "llama") -> None:
 
 @contextmanager
 def small_files_only() -> Iterator[None]:
-    """A limit that the system sets: writing fails in the middle of weights, as on a full disk."""
+    """A system limit: writing fails in the middle of weights, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:

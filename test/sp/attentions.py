@@ -1,5 +1,5 @@
-"""Attentions that this machine lacks, or that a user might register, by dense masks: flash attention 3 as its own
-documentation has it, which Hugging Face's wrapper then calls as if it were installed, and three of a user's own."""
+"""Attentions that this machine lacks, or that a user might register, implemented with dense masks: flash attention 3 as
+its documentation defines it, which Hugging Face's wrapper calls as if it were installed, and three user attentions."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -37,7 +37,7 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     s_aux: Tensor | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Sequences one behind the other, [tokens, heads, K]; a causal mask and a window end at the lower right corner."""
+    """Packed sequences [tokens, heads, K]; a causal mask and a window are aligned at the lower right corner."""
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and len(cu_seqlens_q) == len(cu_seqlens_k)
     found = []
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -71,7 +71,7 @@ def flex_with_sinks(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: flex_attention.BlockMask,
     scaling: float | None = None, s_aux: Tensor | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Flex attention, which with sinks runs on a GPU alone, by the mask that it is given."""
+    """Flex attention with sinks, which only a GPU supports, computed with the given mask."""
     queries, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     rows = []
     for row in range(len(q)):
@@ -98,7 +98,7 @@ def asked(
     implementation: str, documents: tuple[Rows, ...], length: int, share: RankHeads, window: int | None,
     **options: object,
 ) -> LocalAttention:  # fmt: skip
-    """An attention over one rank's sequence, asked by no model."""
+    """The attention of one rank's sequence, called without a model."""
     module = SimpleNamespace(
         config=SimpleNamespace(_attn_implementation="seqtile_ulysses"), training=True, is_causal=True, modules=list
     )

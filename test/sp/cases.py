@@ -1,4 +1,4 @@
-"""What is spread over ranks in the tests: kinds of heads, kinds of sequences, reducers of gradients."""
+"""The test cases over ranks: kinds of heads, kinds of sequences, gradient reducers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ HEADS = {  # architecture and shape: query heads / kv heads
 _ROPE = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=40)
 LONG_ROPE = _ROPE | dict(rope_type="longrope", short_factor=[1.0] * 6, long_factor=[1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _PHI3 = dict(rope_parameters=LONG_ROPE, max_position_embeddings=160, original_max_position_embeddings=60)
-ROTARY = {  # whose angles depend on the length of the whole sequence, which is past the original one on the last rank
+ROTARY = {  # their angles depend on the whole length, which exceeds the original length on the last rank
     "long": ("phi3", _PHI3),
     "dynamic": ("llama", dict(rope_parameters=_ROPE | {"rope_type": "dynamic"}, max_position_embeddings=40)),
 }
@@ -32,13 +32,13 @@ WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention"}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
 _NAMES = ("plain", "ragged", "packed", "window", "packed, window", "padded", "padded, window", "mostly padding")
 KINDS = {kind: _WINDOW if "window" in kind else {} for kind in _NAMES}
-"""Changes to the configuration, where the architecture knows them."""
+"""Changes to the configuration, for architectures that support them."""
 REDUCERS = {"torch": ("ddp", "fsdp2"), "zero": ("zero0", "zero1", "zero2"), "zero3": ("zero3", "zero3_all_reduce")}
-LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers tiled as well: groups of heads
+LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # also with whole layers tiled: groups of heads
 
 
 def reducer_cases(family: str) -> Iterator[tuple[str, str, dict, bool]]:
-    """Models, reducers, what seqtile applies besides to the model, and whether that runs every day."""
+    """Yields models, reducers, the options of seqtile, and whether the case runs every day."""
     found = [(strategy, {}) for strategy in REDUCERS[family]]
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
@@ -56,7 +56,7 @@ QWEN2_VL["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_se
 
 
 def attention_cases() -> list[tuple[str, str, str, dict]]:
-    """Name, kind of sequence, architecture and its configuration: every kind of heads with every kind of sequence, and
+    """Name, kind of sequence, architecture and configuration: every kind of heads with every kind of sequence, and
     every architecture."""
     found = [(heads, kind, arch, shape | KINDS[kind]) for heads, (arch, shape) in HEADS.items() for kind in KINDS]
     found += [(name, "plain", arch, shape) for name, (arch, shape) in ROTARY.items()]
@@ -64,7 +64,7 @@ def attention_cases() -> list[tuple[str, str, str, dict]]:
     return found + [(arch, "packed", arch, soft_cap.get(arch, {})) for arch in ARCHS]
 
 
-LAYERS = (  # heads, kind of sequence, groups of heads with the layer tiled; whether attention is computed once more
+LAYERS = (  # heads, kind of sequence, groups of heads with tiled layers; whether attention is recomputed
     ("gqa 4/2", "plain", None, False),
     ("odd 9/3", "packed, window", None, False),
     ("mha 4/4", "plain", "auto", False),
@@ -88,8 +88,8 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
-    """Which cases so many ranks run every day: a few one alone; of the product of heads and kinds a sixteenth two ranks
-    and half as many four; of the others an eighth each."""
+    """Returns which cases run every day on this many ranks. On one rank a few; of the product of heads and kinds a
+    sixteenth on two ranks and half as many on four; of the others an eighth."""
     if count == 1:
         return cases[:: 4 * len(HEADS) - 3]
     times = Counter(heads for heads, *_ in cases)
@@ -99,23 +99,23 @@ def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
 
 
 def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:
-    """A whole batch, with a masked prompt in every row."""
+    """A whole batch with a masked prompt in every row."""
     rows, length = (3, 96) if "padded" in kind else (1, 101 if kind == "ragged" else 96)
     ids = torch.randint(3, VOCAB, (rows, length))
     labels = ids.clone()
     labels[:, :9] = -100
     batch = {"input_ids": ids, "labels": labels, "use_cache": False}
-    if "padded" in kind:  # on the left, on the right, and nowhere
+    if "padded" in kind:  # on the left, on the right, and not at all
         mask = torch.ones_like(ids)
         mask[0, :13] = 0
         mask[1, 70:] = 0
         labels[mask == 0] = -100
         labels[0, :20] = -100
         batch["attention_mask"] = mask
-    if kind == "mostly padding":  # a share of one head's queries may be all padding
+    if kind == "mostly padding":  # all queries of a rank that shares a head may be padding
         batch["attention_mask"] = (torch.arange(length) < 11).long()[None]
         labels[0, 11:] = -100
     if "packed" in kind:
         batch["position_ids"] = torch.cat([torch.arange(n) for n in (17, 50, 1, 28)])[None]
-        labels[0, [17, 67, 68]] = -100  # no document's first token is another's label
+        labels[0, [17, 67, 68]] = -100  # no document's first token is the label of another's last
     return batch

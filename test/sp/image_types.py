@@ -14,7 +14,7 @@ RANKS = (1, 2, 4)
 
 
 def table() -> str:
-    """Returns the table as docs/sequence-parallelism.md has it, having run a step of every type."""
+    """Runs a step of every type, and returns the table as in docs/sequence-parallelism.md."""
     found: dict[tuple[str, int], tuple[bool, bool]] = {}
     for ranks in RANKS:
         with Pool(ranks) as pool:

@@ -1,4 +1,4 @@
-"""Models of images and text over ranks, which are given whole batches, against one process."""
+"""Models of images and text over ranks that get whole batches, against one process."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -44,13 +44,13 @@ _GEMMA4 |= dict(vocab_size_per_layer_input=WORDS, num_kv_shared_layers=0, slidin
 _GEMMA4["layer_types"] = ["sliding_attention", "full_attention"]
 _GEMMA4_VIT = _VIT | dict(num_key_value_heads=2, head_dim=16, patch_size=4, pooling_kernel_size=2)
 DEALT = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava", "internvl", "gemma3", "paligemma"}
-"""Types whose images are dealt over ranks."""
+"""Types whose images are distributed over ranks."""
 NONE_MORE = dict.fromkeys((*COLLECTIVES, "gathered bytes", "reduced bytes"), 0)
 Inputs = dict[str, Tensor]
 
 
 def of_unequal_size(ids: Tensor) -> Inputs:
-    """Three images of 8, 8 and 4 tokens, two of them in the first row, as patches one behind the other."""
+    """Three images of 8, 8 and 4 tokens, two of them in the first row, as concatenated patches."""
     grid = torch.tensor([[1, 4, 8], [1, 8, 4], [1, 4, 4]])
     for row, start, size in ((0, 3, 8), (0, 20, 8), (1, 11, 4)):
         ids[row, start - 1], ids[row, start : start + size] = 7, IMAGE
@@ -76,7 +76,7 @@ def with_sizes(ids: Tensor) -> Inputs:
 
 
 def with_prefixes(ids: Tensor) -> Inputs:
-    """An image and a prompt before what is to be predicted, which see each other both ways."""
+    """An image and a prompt before the labels; their tokens see each other in both directions."""
     ids[:, :4] = IMAGE
     kinds = (torch.arange(LENGTH) >= 14).long().expand(len(ids), -1).contiguous()
     return {
@@ -94,8 +94,8 @@ def with_places(ids: Tensor) -> Inputs:
 
 
 def _of_videos(ids: Tensor, are_apart: bool) -> Inputs:
-    """Videos of 2, 2 and 1 frames, two of them in the first row, and an image in the last; frames follow each other, or
-    have a token between them."""
+    """Videos of 2, 2 and 1 frames, two of them in the first row, and an image in the last. Frames are adjacent, or have
+    a token between them."""
     for row, start, size, frames in ((0, 3, 4, 2), (0, 18, 8, 2), (1, 11, 4, 1)):
         ids[row, start - 1] = 7
         for first in range(start, start + frames * (size + are_apart), size + are_apart):
@@ -189,18 +189,18 @@ MODELS: dict[str, tuple[dict, Callable[[Tensor], Inputs]]] = {  # model type: co
 
 
 VIDEOS = {f"{name} videos": (MODELS[name][0], of) for name, of in (("qwen2_5_vl", of_videos), ("qwen3_vl", of_frames))}
-"""The same of types that are given videos."""
+"""The same types with videos."""
 
 
 def made(model_type: str, times: int = 1) -> tuple[nn.Module, Inputs]:
-    """A small model, and a batch of three rows with labels, the last without images where a model takes such; or so
-    many times these rows."""
+    """A small model, and a batch of three rows with labels, repeated `times` times. The last row has no images if the
+    model allows that."""
     fields, images = (MODELS | VIDEOS)[model_type]
     config = transformers.CONFIG_MAPPING[model_type.split()[0]](**copy.deepcopy(fields))
     model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).train()
     with torch.no_grad():
         for parameter in model.parameters():
-            many = parameter.dim() > 1 and parameter.any()  # a projector may begin with zeros
+            many = parameter.dim() > 1 and parameter.any()  # a projector may start with zeros
             parameter.mul_(3) if many else parameter.add_(torch.randn_like(parameter) * 0.1)
     batches = []
     for _ in range(times):
@@ -211,7 +211,7 @@ def made(model_type: str, times: int = 1) -> tuple[nn.Module, Inputs]:
 
 
 class Shapes(TorchDispatchMode):
-    """The last two dimensions of all that is computed inside."""
+    """Records the last two dimensions of all results inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Shapes(TorchDispatchMode):
 
 @contextmanager
 def small_masks() -> Iterator[None]:
-    """Blocks of few queries, so that none is a whole mask."""
+    """Small blocks of queries, so that none is a whole mask."""
     before, segments.MASK_ELEMENTS = segments.MASK_ELEMENTS, 200
     try:
         yield
@@ -236,8 +236,8 @@ def small_masks() -> Iterator[None]:
 
 
 def compared(model_type: str, options: dict | None, frozen: bool, times: int = 1) -> bool:
-    """A step with images: loss and gradients, in the vision tower, the projector, the embeddings and the text model.
-    Whether images were dealt."""
+    """Compares a step with images: loss and gradients in the vision tower, projector, embeddings and text model.
+    Returns whether images were distributed."""
     ctx = context()
     one, batch = made(model_type, times)
     if frozen:
@@ -247,12 +247,12 @@ def compared(model_type: str, options: dict | None, frozen: bool, times: int = 1
     negligible = 1e-5 * max(gradient.norm() for gradient in expected[1].values() if gradient is not None)
     told = {
         name: g for name, g in expected[1].items() if g is not None and g.norm() > negligible
-    }  # keys' biases are not
+    }  # gradients of key biases are zero
     many = copy.deepcopy(one)
     sp.apply_ulysses(many, ctx, batches="whole")
     if options is not None:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options)
-    for _ in range(2):  # on the second time images are dealt
+    for _ in range(2):  # the second step distributes images
         with small_masks(), Shapes() as shapes:
             loss = many(**batch).loss
         assert (LENGTH, LENGTH) not in shapes.seen, "a mask of length x length"
@@ -265,7 +265,7 @@ def compared(model_type: str, options: dict | None, frozen: bool, times: int = 1
 
 
 def is_right(model_type: str) -> tuple[bool, bool]:
-    """Whether a step equals one process's, and whether images were dealt."""
+    """Whether a step equals that of one process, and whether images were distributed."""
     try:
         return True, compared(model_type, None, False, times=2)
     except AssertionError:
@@ -273,7 +273,7 @@ def is_right(model_type: str) -> tuple[bool, bool]:
 
 
 def balanced() -> None:
-    """The loss that balances experts, over all ranks' tokens but padding."""
+    """The loss that balances experts, over all ranks' tokens except padding."""
     ctx, (one, batch) = context(), made("qwen3_vl_moe")
     one.double().set_experts_implementation("eager")
     one.config.text_config.router_aux_loss_coef = 0.5
@@ -298,15 +298,15 @@ def balanced() -> None:
 
 
 def is_dealt(model: nn.Module) -> bool:
-    """Whether images of the batches so far are dealt."""
+    """Whether the images of the batches so far are distributed."""
     return any(known is not None for known in getattr(model, SHARDED).images.known.values())
 
 
 def dealt(model_type: str) -> None:
-    """Six images: each rank encodes some of them, for one all-gather more, and one all-reduce in the backward; loss and
-    gradients in float64."""
+    """Six images: each rank encodes some of them, with one more all-gather, and one more all-reduce in the backward;
+    loss and gradients in float64."""
     ctx, (one, batch) = context(), made(model_type, 2)
-    one.double().set_experts_implementation("eager")  # whose rotary embeddings and norms stay in float32
+    one.double().set_experts_implementation("eager")  # its rotary embeddings and norms stay in float32
     batch = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
     expected = by_first_rank(loss_and_gradients, one, **batch)
     sp.apply_ulysses(many := copy.deepcopy(one), ctx, batches="whole")
@@ -346,7 +346,7 @@ def dealt(model_type: str) -> None:
 
 
 def reads_hidden(model: nn.Module) -> None:
-    """Makes a model of features what is seldom read, too."""
+    """Makes a model also use rarely read features."""
     encode = model.model.get_image_features
 
     def changed(*args: Any, **kwargs: Any) -> Any:
@@ -359,7 +359,7 @@ def reads_hidden(model: nn.Module) -> None:
 
 
 def seldom_read() -> None:
-    """A model that reads the tower's last hidden states: of all images, with gradients."""
+    """A model that reads the tower's last hidden states gets those of all images, with gradients."""
     ctx, (one, batch) = context(), made("qwen2_5_vl", 2)
     batch["pixel_values"] = batch["pixel_values"].double()
     sp.apply_ulysses(many := copy.deepcopy(one.double()), ctx, batches="whole")
@@ -378,7 +378,7 @@ def seldom_read() -> None:
 
 
 def each_with_all(module: nn.Module, args: tuple, output: Any) -> None:
-    """A tower whose images have something in common."""
+    """A tower whose images depend on each other."""
     output.pooler_output = output.pooler_output + 0.01 * output.pooler_output.mean()
 
 
@@ -392,7 +392,7 @@ def counting(module: nn.Module, args: tuple, output: Any) -> None:
 
 def not_dealt() -> None:
     """Towers whose images depend on each other, that draw random numbers or keep statistics; fewer images than ranks.
-    Batches that are not the same are refused before anything is sent by their sizes."""
+    Batches that differ are refused before data is sent by their sizes."""
     ctx, (one, batch) = context(), made("qwen2_5_vl")
     for changed in (each_with_all, with_noise, counting):
         many = copy.deepcopy(one)
@@ -427,7 +427,7 @@ def not_dealt() -> None:
 
 
 def without_images(one: nn.Module, many: nn.Module) -> None:
-    """Text alone, and words that are generated."""
+    """Text alone, and generated words."""
     ids = torch.randint(10, WORDS, (2, LENGTH))
     with torch.no_grad():
         inputs = {"input_ids": ids, "labels": ids}
@@ -439,7 +439,7 @@ def without_images(one: nn.Module, many: nn.Module) -> None:
 
 
 def refused() -> None:
-    """Spans of images with flash attention, whose masks have none; batches that are not the same; cached prompts."""
+    """Spans of images with flash attention, whose masks have none; batches that differ; cached prompts."""
     ctx = context()
     model, batch = made("gemma3")
     model.set_attn_implementation({"text_config": "eager"})
@@ -458,7 +458,7 @@ def batch_of_group(model_type: str, group: int) -> Inputs:
 
 
 def by_one_process(model: nn.Module, model_type: str, groups: int) -> tuple[float, dict[str, Tensor]]:
-    """A step over the mean of the groups' losses; that loss, and the weights that are trained."""
+    """A step over the mean of the groups' losses. Returns that loss and the trained weights."""
     losses = [model(**batch_of_group(model_type, group)).loss / groups for group in range(groups)]
     sum(losses).backward()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -467,8 +467,8 @@ def by_one_process(model: nn.Module, model_type: str, groups: int) -> tuple[floa
 
 
 def reduced(model_type: str, strategy: str, frozen: bool) -> None:
-    """A step of two groups of two ranks, each with images of its own: every weight moves as in one process, inside of
-    the text model and outside of it."""
+    """A step of two groups of two ranks, each with its own images: every weight changes as in one process, inside and
+    outside the text model."""
     ctx = context(2)
     torch.manual_seed(9)
     one = made(model_type)[0]
@@ -482,7 +482,7 @@ def reduced(model_type: str, strategy: str, frozen: bool) -> None:
     seqtile.apply_seqtile(many, chunk_tokens=11)
     wrapped, optimizer = STRATEGIES[strategy](many)
     with torch.no_grad():
-        wrapped(**batch_of_group(model_type, ctx.data_parallel_rank))  # from the second time on images are dealt
+        wrapped(**batch_of_group(model_type, ctx.data_parallel_rank))  # images are distributed from the second step on
     assert is_dealt(many)
     ours = wrapped(**batch_of_group(model_type, ctx.data_parallel_rank)).loss
     update(wrapped, optimizer, ours)

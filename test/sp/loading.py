@@ -1,4 +1,4 @@
-"""Steps of a loader whose ranks draw different samples: all of them, in one order, over epochs, and after a resume."""
+"""Steps of a loader whose ranks draw different samples: all samples, in one order, over epochs, and after a resume."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def samples() -> list[Batch]:
-    """Documents of unequal lengths, told apart by their first token."""
+    """Documents of unequal lengths, identified by their first token."""
     found = []
     for i in range(SAMPLES):
         ids = torch.cat([torch.tensor([1000 + i]), torch.arange(5 + 3 * i)])
@@ -41,7 +41,7 @@ def made(kind: str, ctx: sp.SequenceParallel) -> sp.ShardedDataLoader:
 
 
 def read(loader: sp.ShardedDataLoader, ctx: sp.SequenceParallel) -> Iterator[int]:
-    """Which sample each step holds, put together from its shards and compared with the whole."""
+    """Yields each step's sample, assembled from its shards and compared with the whole."""
     for shard in loader:
         names = ("input_ids", "shift_labels", "position_ids")
         whole, shifted, positions = (torch.cat(gather(shard[name], ctx), 1)[0] for name in names)
@@ -74,7 +74,7 @@ class Unread(list):
 
 
 def lengths() -> None:
-    """Asked for by one rank alone, as a progress bar does, while the others go on."""
+    """Only one rank reads it, as a progress bar does, while the others continue."""
     ctx = context(2)
     expected = {"sampler": 10, "random state": 12 if ctx.data_parallel_rank == 0 else 11}
     for kind, length in expected.items():
@@ -100,7 +100,8 @@ def lengths() -> None:
 
 
 def epochs_of(kind: str) -> None:
-    """Three epochs, each sample once in an order of its own, the same on every rank; resumed at many steps of one."""
+    """Three epochs, each with all samples in its own order, the same on every rank; resumed at many steps of one
+    epoch."""
     ctx = context(2)
     torch.manual_seed(dist.get_rank())
     whole, epochs = made(kind, ctx), []
@@ -128,7 +129,7 @@ def epochs_of(kind: str) -> None:
 
 
 def failing() -> None:
-    """Batches that cannot be cut, or cannot be read, raise on every rank; before the first step there is a state."""
+    """Batches that cannot be cut or read raise on every rank. Before the first step there is a state."""
     ctx = context(2)
     for batches in ([{"labels": torch.ones(1, 4)}], broken()):
         loader = sp.ShardedDataLoader(batches if ctx.rank == 1 else [], ctx)
@@ -139,7 +140,7 @@ def failing() -> None:
 
 
 def parcels() -> None:
-    """Each rank is sent its shard alone."""
+    """Each rank receives only its own shard."""
     size = context(2).size
     for rows in (1, 2):
         whole = {"input_ids": torch.zeros(rows, 100_000, dtype=torch.int64)}

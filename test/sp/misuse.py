@@ -1,4 +1,4 @@
-"""What goes wrong without a word where it is not noticed: batches that are not the shards of one, losses that are not
+"""Mistakes that would otherwise stay unnoticed: batches that are not shards of one batch, losses that are not
 reduced."""
 
 import tempfile
@@ -27,25 +27,25 @@ def batch_of(seed: int, length: int = LENGTH) -> Batch:
 
 
 def whole(ctx: sp.SequenceParallel) -> Batch:
-    """A whole sequence on every rank, with all that a shard has but positions."""
+    """A whole sequence on every rank, with everything that a shard has except positions."""
     batch = sp.shard(batch_of(0), sp.SequenceParallel(ctx.group, 0, 1, 0, 1))
     return {name: value for name, value in batch.items() if name not in ("position_ids", "batch_hash")}
 
 
 def without(name: str, ctx: sp.SequenceParallel, rank: int = 1) -> Batch:
-    """A shard that has lost an entry on one rank."""
+    """A shard without one entry, on one rank."""
     return {key: value for key, value in sp.shard(batch_of(0), ctx).items() if key != name or ctx.rank != rank}
 
 
 def documents(ctx: sp.SequenceParallel) -> Batch:
-    """The ranks' batches are the same but for where the documents begin."""
+    """The ranks' batches differ only in the starts of documents."""
     lengths = (20 + ctx.rank, LENGTH - 20 - ctx.rank)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return sp.shard(batch_of(0) | {"position_ids": positions}, ctx)
 
 
 def labels(ctx: sp.SequenceParallel) -> Batch:
-    """The ranks' batches are the same but for which token has no label."""
+    """The ranks' batches differ only in which token has no label."""
     batch = batch_of(0)
     batch["labels"][0, 10 + ctx.rank] = -100
     return sp.shard(batch, ctx)
@@ -57,7 +57,7 @@ def embedded(ctx: sp.SequenceParallel) -> Batch:
 
 
 def sampled(ctx: sp.SequenceParallel) -> Batch:
-    """A sampler that deals samples out to ranks, rather than to groups of them."""
+    """A sampler that distributes samples over ranks instead of groups."""
     rows = [batch_of(i) for i in range(4)]
     sampler = torch.utils.data.DistributedSampler(rows, dist.get_world_size(), dist.get_rank(), shuffle=False)
     collator = sp.DataShardingCollator(lambda rows: rows[0], ctx)
@@ -85,7 +85,7 @@ MIXED_UP: dict[str, tuple[Callable[[sp.SequenceParallel], Batch], str]] = {
 
 
 def spread() -> tuple[nn.Module, Batch, torch.Tensor]:
-    """A model over the ranks, a batch that is right, and its loss."""
+    """A model over the ranks, a correct batch, and its loss."""
     model = build("llama")
     sp.apply_ulysses(model, context())
     right = sp.shard(batch_of(0), context())
@@ -93,7 +93,7 @@ def spread() -> tuple[nn.Module, Batch, torch.Tensor]:
 
 
 def mixed_up(name: str) -> None:
-    """It is refused on every rank, and none waits for another; then the right batch has its loss."""
+    """It is refused on every rank, and none waits for another; then the correct batch has its loss."""
     model, right, loss = spread()
     make, match = MIXED_UP[name]
     with pytest.raises(ValueError, match=match):
@@ -102,7 +102,7 @@ def mixed_up(name: str) -> None:
 
 
 def by_hand() -> None:
-    """What someone else has cut is taken; arguments are expected by keyword."""
+    """A batch that another tool has cut is accepted; arguments must be keywords."""
     model, right, loss = spread()
     cut = {name: value for name, value in right.items() if name != "batch_hash"}
     assert model(**cut, use_cache=False).loss.equal(loss)
@@ -112,7 +112,7 @@ def by_hand() -> None:
 
 
 def after_a_failure() -> None:
-    """A forward that failed leaves nothing of its batch to the next, be it the base model's alone."""
+    """A failed forward leaves nothing of its batch for the next one, even if that is the base model's alone."""
     model, right, _ = spread()
     base, inputs = model.model, {name: right[name] for name in ("input_ids", "position_ids")}
     expected = base(**inputs)[0]
@@ -124,7 +124,7 @@ def after_a_failure() -> None:
 
 
 def cut_twice() -> None:
-    """By the collator, and then by the loader or by Trainer's mixin."""
+    """First by the collator, then by the loader or by Trainer's mixin."""
     ctx = context()
     collator = sp.DataShardingCollator(collate, ctx)
     loader = sp.ShardedDataLoader(DataLoader(Documents(), collate_fn=collator), ctx)
@@ -140,7 +140,7 @@ def cut_twice() -> None:
         trainer.model(**shard)
     model = model_of("llama")
     sp.apply_ulysses(model, ctx)
-    with pytest.raises(ValueError, match=OTHERS):  # without the mixin Trainer deals samples out to all ranks
+    with pytest.raises(ValueError, match=OTHERS):  # without the mixin Trainer distributes samples over all ranks
         Trainer(model, **options).train()
 
 
@@ -154,7 +154,7 @@ def halved(share: torch.Tensor) -> torch.Tensor:
 
 
 REDUCED: dict[str, Callable[..., torch.Tensor]] = {
-    # From the shares of two batches, half of the sum of the groups' losses.
+    # For the partial losses of two batches: half of the sum of the groups' losses.
     "each": lambda a, b, ctx: (sp.reduce_loss(a, ctx) + sp.reduce_loss(b, ctx)) / 2,
     "scaled before": lambda a, b, ctx: sp.reduce_loss(a / 2, ctx) + sp.reduce_loss(halved(b), ctx),
     "added before": lambda a, b, ctx: sp.reduce_loss((a + b) * 0.5, ctx),
@@ -169,8 +169,8 @@ FORGOTTEN: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def losses(reentrant: bool | None) -> None:
-    """A share's backward raises before any parameter has a gradient, unless it was reduced, however it was computed
-    with; then gradients are those of one process."""
+    """The backward of a partial loss raises before any parameter has a gradient, unless the loss was reduced; its other
+    terms do not matter. With the reduction, gradients are those of one process."""
     ctx, batch_pair, model = context(), (batch_of(0), batch_of(1, 83)), build("llama")
     checkpointing(model, reentrant)
     found = [loss_and_gradients(model, **batch, use_cache=False)[1] for batch in batch_pair]
@@ -190,7 +190,8 @@ def losses(reentrant: bool | None) -> None:
 
 
 def reduced_twice() -> None:
-    """Each backward of a reduced loss runs; a share's raises also behind them, and in evaluation a loss is reduced."""
+    """Each backward of a reduced loss runs. A partial loss still raises afterwards, and evaluation can reduce a
+    loss."""
     model, right, _ = spread()
     ctx, share = context(), model(**right, use_cache=False).loss
     loss = sp.reduce_loss(share, ctx)

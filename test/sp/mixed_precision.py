@@ -24,12 +24,11 @@ CASES = [
     ("gemma3_text", {"layer": True}, False),  # its layers are called around their attention
     ("qwen3_5", {}, False),
 ]
-"""Model, what seqtile applies to it besides, and whether its checkpoints are reentrant; None: it has none."""
+"""Model, options of seqtile, and whether its checkpoints are reentrant (None: no checkpoints)."""
 
 
 def step(model: nn.Module, ctx: sp.SequenceParallel, batch: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and the gradients of a model in FSDP2 over the ranks of `ctx`, under a policy of which nothing but the
-    dtype is said."""
+    """The loss and gradients of a model in FSDP2 over the ranks of `ctx`, with a policy that sets only the dtype."""
     mesh = dist.DeviceMesh.from_group(ctx.group, "cpu")
     fsdp2(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     loss = model(**batch).loss
@@ -39,7 +38,7 @@ def step(model: nn.Module, ctx: sp.SequenceParallel, batch: dict) -> tuple[torch
 
 
 def mixed_precision(i: int, name: str, options: dict | None, reentrant: bool | None, batches: str = "cut") -> None:
-    """Loss and gradients over the ranks are as near to those in float32 as one process's are, in bfloat16 both."""
+    """Loss and gradients over ranks are as close to float32 as those of one process; both in bfloat16."""
     ctx, alone = context(), context(1)
     torch.manual_seed(i)
     exact = build(name, tie_word_embeddings=False) if name != "qwen3_5" else recurrences.build(name)

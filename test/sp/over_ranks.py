@@ -1,5 +1,4 @@
-"""What ranks of a pool have in common: groups, what one computes for all, and how a step is compared with one
-process's."""
+"""Helpers for the ranks of a pool: groups, results that one rank computes for all, and comparisons with one process."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ Step = tuple[Tensor, dict[str, Tensor]]
 
 
 def by_first_rank(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What `function` returns on rank 0, the only one that calls it."""
+    """Returns the result of `function` on rank 0, the only rank that calls it."""
     found = [function(*arguments, **options) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
@@ -26,19 +25,19 @@ def by_first_rank(function: Callable[..., Any], *arguments: Any, **options: Any)
 
 @cache
 def context(size: int | None = None) -> sp.SequenceParallel:
-    """Groups of `size` ranks, of all if not said: made once, since every one keeps its connections."""
+    """Groups of `size` ranks, by default of all. Created once, because every group keeps its connections."""
     return sp.initialize(size or dist.get_world_size())
 
 
 def alone(backend: str) -> Iterator[sp.SequenceParallel]:
-    """A group of this process."""
+    """A group with only this process."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield sp.initialize(1)
     dist.destroy_process_group()
 
 
 class Traffic:
-    """The all-to-alls inside: of each the bytes that this rank sends to others."""
+    """Records the all-to-alls inside: the bytes that each sends from this rank to others."""
 
     def __enter__(self) -> "Traffic":
         self.sent, self.function = [], dist.all_to_all_single
@@ -54,7 +53,7 @@ class Traffic:
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients as a reducer leaves them that averages over all ranks."""
+    """Returns the gradients after a reducer that averages over all ranks."""
     named = dict(model.named_parameters())
     total = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in named.values()])
     dist.all_reduce(total)
@@ -63,7 +62,7 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_step(loss: Tensor, model: nn.Module, expected: Step, what: str = "") -> None:
-    """A loss, and the gradients of a model that was computed over the ranks, are those of one process."""
+    """Asserts that a loss and the gradients of a model over ranks equal those of one process."""
     assert relative_error(loss.detach(), expected[0]) <= 1e-5, f"{what}: loss"
     found = averaged(model)
     for name, gradient in expected[1].items():
@@ -73,8 +72,8 @@ def assert_same_step(loss: Tensor, model: nn.Module, expected: Step, what: str =
 
 
 def nudged(model: nn.Module, step: Callable[[nn.Module], Step], gradients: dict[str, Tensor]) -> dict[str, float]:
-    """How far each gradient moves when every weight moves by its last bit, up or down by chance: the most of four
-    times, and of the vectors of one module together, which have a dozen numbers."""
+    """Returns how far each gradient moves when every weight changes by its last bit, up or down at random: the maximum
+    of four trials, shared by the vectors of one module, which have only a dozen elements."""
     most: dict[str, float] = dict.fromkeys(gradients, 0.0)
     for time in range(4):
         moved = copy.deepcopy(model)
@@ -99,8 +98,8 @@ def assert_same_gradients(
     what: str,
     times: float = 2,
 ) -> None:
-    """The gradients of a model that was computed over the ranks are those that `step` has of `one` in one process, to
-    1e-5, or where that is as sensitive to so many times what the last bit of its weights changes."""
+    """Asserts that the gradients of a model over ranks equal those that `step` computes for `one` in one process: to
+    1e-5, or to `times` the change caused by the last bit of the weights."""
     found = averaged(model)
     errors = {name: relative_error(found[name], gradient) for name, gradient in gradients.items()}
     if max(errors.values()) > 1e-5:

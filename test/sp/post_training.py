@@ -1,4 +1,4 @@
-"""Losses of GRPO, DPO and distillation of packed documents over the ranks that share them, against one process."""
+"""Losses of GRPO, DPO and distillation on packed documents over the ranks that share them, against one process."""
 
 import copy
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from seqtile.sp.data import parts_of
 from sp.over_ranks import assert_same_step, by_first_rank, context
 from support.tiny import VOCAB, build
 
-LENGTHS = (17, 30, 9, 41)  # chosen and rejected by turns, or four answers; none ends where a rank's part does
+LENGTHS = (17, 30, 9, 41)  # alternately chosen and rejected, or four answers; none ends at a shard boundary
 PROMPT = 4
 Reduce = Callable[[Tensor], Tensor]
 
 
 def packed() -> dict[str, Tensor]:
-    """Four documents, prompt and completion, in one row; of each token its document, and an advantage."""
+    """Four documents, each a prompt and a completion, in one row; for each token its document and an advantage."""
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
@@ -79,7 +79,7 @@ def by_one(loss_of: Callable[..., Tensor], model: nn.Module, *arguments: Any) ->
 
 
 def post_training(loss_of: Callable[..., Tensor]) -> None:
-    """The loss over packed documents, and every gradient, over the ranks as of one process."""
+    """The loss over packed documents, and every gradient, over ranks equal those of one process."""
     ctx, one, reference = context(), build("llama"), build("llama").requires_grad_(False)
     batch, many = packed(), copy.deepcopy(one)
     whole = parts_of(batch, [0], 1)[0]

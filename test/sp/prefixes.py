@@ -1,4 +1,4 @@
-"""Batches whose rows begin alike, and a step of a model that computes beginnings once beside one that does not."""
+"""Batches whose rows share prefixes, and a step of a model that computes prefixes once, against one that does not."""
 
 import copy
 from collections.abc import Callable
@@ -24,8 +24,8 @@ Batch = dict[str, Tensor]
 
 
 def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, left: bool = False) -> Batch:
-    """Rows of several prompts, their completions of unequal length, one pair of which goes on alike for 6 tokens;
-    padding right of completions and, of every second prompt if `left`, before it."""
+    """Rows of several prompts with completions of unequal lengths, one pair of which shares 6 more tokens. Padding
+    after completions and, if `left`, before every second prompt's rows."""
     ids = torch.randint(5, VOCAB, (prompts * rows, shared + own))
     mask, labels = torch.ones_like(ids), ids.clone()
     labels[:, :shared] = -100
@@ -43,7 +43,7 @@ def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, lef
 
 
 def padded_right(batch: Batch) -> Batch:
-    """The same rows, with what is padded before them behind them."""
+    """The same rows with the padding on the left moved to the right."""
     shifts = [int(mask.long().argmax()) for mask in batch["attention_mask"]]
     return {
         name: torch.stack([row.roll(-shift) for row, shift in zip(value, shifts, strict=True)])
@@ -52,7 +52,7 @@ def padded_right(batch: Batch) -> Batch:
 
 
 def tokens_of(batch: Batch) -> set[tuple[int, ...]]:
-    """What a trie of the rows has: for each node the tokens up to it, and where they begin."""
+    """Returns the trie of the rows: for each node the tokens up to it, and their start."""
     found = set()
     for row, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True):
         places = [i for i, is_there in enumerate(mask) if is_there]
@@ -62,7 +62,7 @@ def tokens_of(batch: Batch) -> set[tuple[int, ...]]:
 
 
 def path_mask(length: int, documents: Rows, parents: tuple[int | None, ...], window: int | None = None) -> Tensor:
-    """[length, length]: True where a query sees a key, from the definition: keys in the order of its path."""
+    """[length, length], True where a query sees a key, from the definition: the keys on the query's path, in order."""
     seen = torch.zeros(length, length, dtype=torch.bool)
     for i, (start, stop) in enumerate(documents):
         before, at = [], parents[i]
@@ -76,18 +76,18 @@ def path_mask(length: int, documents: Rows, parents: tuple[int | None, ...], win
 
 
 def rows_again(tree: PrefixTree, ids: Tensor) -> Tensor:
-    """The batch's ids by way of the one row."""
+    """Returns the batch's ids, reconstructed from the one row."""
     return tree.flat({"input_ids": ids})["input_ids"][0][tree.places]
 
 
 def saved(model: nn.Module) -> tuple[int, int]:
-    """Tokens that were not computed again, of how many."""
+    """Returns the number of tokens that were not recomputed, and the total."""
     prefixes = seqtile.status(model).prefixes
     return prefixes.saved_tokens, prefixes.batch_tokens
 
 
 def sharing(model: nn.Module, min_tokens: int = 4, options: dict | None = None) -> nn.Module:
-    """A copy that shares beginnings of rows."""
+    """A copy that shares prefixes of rows."""
     found = copy.deepcopy(model)
     if options is not None:
         seqtile.apply_seqtile(found, chunk_tokens=16, check=False, **options)
@@ -104,7 +104,7 @@ def step(model: nn.Module, batch: Batch, loss: Callable[[nn.Module, Batch], Tens
 
 
 def assert_as_exact(ours: list[Tensor], plain: list[Tensor], truth: list[Tensor]) -> None:
-    """Against a truth in fp64 no further off than twice what the untouched model is."""
+    """Asserts that errors against a float64 reference are at most twice those of the untouched model."""
     for mine, theirs, true in zip(ours, plain, truth, strict=True):
         assert (mine is None) == (true is None)
         if true is not None:
@@ -115,7 +115,7 @@ def assert_as_exact(ours: list[Tensor], plain: list[Tensor], truth: list[Tensor]
 
 
 def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_first: bool) -> None:
-    """A step of two groups' rows over ranks, and what is left of it when either is taken back."""
+    """A step of two groups' rows over ranks, and the effect of undoing either patch."""
     install()
     ctx = context()
     torch.manual_seed(1)
@@ -137,17 +137,17 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
     loss.backward()
     assert relative_error(loss.detach(), expected[0]) <= 1e-5
     step = partial(loss_and_gradients, **batch)
-    times = 4 if arch in recurrences.FAMILIES else 2  # a recurrence's chunks begin where documents do
+    times = 4 if arch in recurrences.FAMILIES else 2  # a recurrence's chunks start where documents do
     assert_same_gradients(many, expected[1], step, one, f"{arch} {options} {implementation}", times)
     tokens = len(tokens_of(batch))
     assert saved(many) == (batch["attention_mask"].sum() - tokens, batch["input_ids"].numel())
-    if ctx.size > 1 and arch == "llama":  # what a layer sends is of the tree's tokens
+    if ctx.size > 1 and arch == "llama":  # a layer sends only the tree's tokens
         per_token = traffic.sent[0] / (-(-tokens // ctx.size) * one.config.head_dim * 4)
         assert per_token <= one.config.num_attention_heads + 2 * ctx.size
     log_probs = by_first_rank(lambda: own_loss(one, batch).detach())
     assert torch.allclose(own_loss(many, batch), log_probs, rtol=1e-5)
     if implementation == "flash_attention_3":
-        return  # of which Hugging Face asks whether it is installed
+        return  # Hugging Face asks whether it is installed
     sp.restore(many)
     with torch.no_grad():
         assert torch.allclose(many(**batch).loss, expected[0], rtol=1e-5) and saved(many)[0] > 0
@@ -156,13 +156,13 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """One that reads logits."""
+    """A loss that reads logits."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
 
 
 def other_batches() -> None:
-    """Ranks with other trees each: refused on every rank, and the next forward is right."""
+    """Ranks with different trees: refused on every rank, and the next forward is right."""
     ctx, model = context(), build("llama")
     seqtile.share_prefixes(model, 4)
     sp.apply_ulysses(model, ctx, batches="whole")

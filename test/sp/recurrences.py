@@ -1,4 +1,4 @@
-"""Models with recurrences, convolutions, sinks and latent attention, spread over ranks by heads, beside one process
+"""Models with recurrences, convolutions, sinks and latent attention, sharded over ranks by heads, against one process
 that runs each document by itself: Hugging Face's own code, without kernels, mixes documents in recurrences."""
 
 import copy
@@ -74,19 +74,20 @@ class Case(NamedTuple):
     family: str
     kind: str
     reentrant: bool | None
-    """How layers are checkpointed; None: not."""
+    """How layers are checkpointed; None: not at all."""
 
 
 def every_day(count: int, case: Case) -> bool:
-    """Whether a case is one of those of every day: each family on two ranks, of which every fourth on four instead, and
-    every fifth on one, too; with one kind of sequence, each kind and each way of checkpointing in turn."""
+    """Whether a case runs every day: each family on two ranks, or every fourth on four, and every fifth also on one.
+    Each runs one kind of sequence and one way of checkpointing, in turn."""
     i = list(FAMILIES).index(case.family)
     turn = case.kind == SEQUENCES[(i + count) % 4] and case.reentrant == CHECKPOINTING[(i + count) % 3]
     return turn and (i % 5 == 0 if count == 1 else count == (4 if i % 4 == 1 else 2) or case.family == "lfm2")
 
 
 def build(family: str, **changes: Any) -> nn.Module:
-    """A small model, larger than its usual initialisation so that nothing is tiny; but for what decays are made of."""
+    """A small model with larger weights than the usual initialisation, so that no value is tiny; except decay
+    parameters."""
     model_type, own = FAMILIES[family]
     fields = {name: value for name, value in (BASE | own | changes).items() if value is not None}
     attention = fields.pop("attn_implementation", None)
@@ -101,7 +102,7 @@ def build(family: str, **changes: Any) -> nn.Module:
 
 
 def documents(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The documents of a batch, each as a batch of its own, without padding."""
+    """Yields the documents of a batch, each as its own batch without padding."""
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
@@ -130,14 +131,14 @@ def one_by_one(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.
 def compared(
     case: Case, attention: str | None = None, options: dict[str, Any] | None = None, batches: str = "cut"
 ) -> None:
-    """Loss, all gradients, and how many all-to-alls there are: two a module in which tokens meet, and direction."""
+    """Compares loss, all gradients, and the number of all-to-alls: two per token-mixing module and direction."""
     ctx = context()
     one, batch = build(case.family), batch_of_kind(case.kind)
     many = copy.deepcopy(one)
     loss, gradients = by_first_rank(one_by_one, one, batch)
     many.config._attn_implementation = attention or one.config._attn_implementation
     sp.apply_ulysses(many, ctx, batches=batches)
-    many = copy.deepcopy(many)  # which is spread as well
+    many = copy.deepcopy(many)  # it is sharded as well
     if options:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options, check=False)
     checkpointing(many, case.reentrant)
@@ -150,15 +151,15 @@ def compared(
     mixers = 2 * sum(isinstance(vars(x).get("forward"), Recurrence) or hasattr(x, "is_causal") for x in many.modules())
     assert forward == mixers, f"{case}: {forward} all-to-alls in the forward"
     expected = mixers * (1 if case.reentrant is None else 2)
-    if case.family != "zamba2":  # Hugging Face checkpoints a block and the layer that is inside it
+    if case.family != "zamba2":  # Hugging Face checkpoints a block and the layer inside it
         assert len(traffic.sent) - forward == expected, f"{case}: {len(traffic.sent) - forward} in the backward"
     if ctx.size > 1:
         assert traffic.sent[:2] == [sum(sizes) for sizes in sent_by(case.family, ctx, ours.dtype.itemsize, batch)], case
 
 
 def sent_by(family: str, ctx: sp.SequenceParallel, itemsize: int, batch: dict) -> list[list[int]]:
-    """The bytes that the first layer sends from this rank to each other: what their heads read, and what the heads here
-    return."""
+    """The bytes that the first layer sends from this rank to each other: the inputs of their heads, and the outputs
+    here."""
     heads, groups, a_head, a_group, returned = SENT[family](ctx.size)
     rows, length = batch["input_ids"].shape
     local = rows * -(-length // ctx.size) * itemsize
@@ -169,12 +170,12 @@ def sent_by(family: str, ctx: sp.SequenceParallel, itemsize: int, batch: dict) -
 
 
 def delta(k_heads: int, v_heads: int, gate: int = 1) -> tuple[int, int, int, int, int]:
-    """v, gate and beta of a head, q and k of a key head; v."""
+    """v, gate and beta per head, q and k per key head; v."""
     return v_heads, k_heads, 10 + gate + 1, 2 * 8, 10
 
 
 def mamba(*_: object) -> tuple[int, int, int, int, int]:
-    """x and dt of a head; B and C of a group."""
+    """x and dt per head; B and C per group."""
     return 6, 2, 16 + 1, 2 * 8, 16
 
 
@@ -184,7 +185,7 @@ def latent(size: int) -> tuple[int, int, int, int, int]:
     return (6, 1, 12, 8 + 4, 10) if compressed < by_heads else (6, 6, 12, 8 + 4 + 10, 10)
 
 
-SENT = {  # heads, groups of heads, elements that a token sends to a head and to a group, elements that a head returns
+SENT = {  # heads, groups of heads, elements per token sent to a head and to a group, elements returned by a head
     "qwen3_next": lambda size: delta(3, 6),
     "qwen3_5": lambda size: delta(4, 4),
     "qwen3_5_moe": lambda size: delta(3, 6),
@@ -198,7 +199,7 @@ SENT = {  # heads, groups of heads, elements that a token sends to a head and to
 
 
 def with_sinks(attention: str, kind: str) -> None:
-    """Attentions that a CPU lacks, of a model with sinks."""
+    """Attentions that a CPU lacks, in a model with sinks."""
     install()
     AttentionInterface.register("flex_attention", flex_with_sinks)
     compared(Case("gpt_oss", kind, False), attention)
@@ -208,7 +209,7 @@ BALANCED = (("qwen3_moe", {}, False), ("qwen3_moe", {}, True), ("mixtral", {}, F
 
 
 def balance(arch: str, shape: dict, tiled: bool, kind: str, batches: str) -> None:
-    """The loss that balances experts, of all ranks' tokens but padding, as one process has it."""
+    """The loss that balances experts, over all ranks' tokens except padding, equals that of one process."""
     ctx, one = context(), build_tiny(arch, router_aux_loss_coef=0.1, **shape)
     many, batch = copy.deepcopy(one), batch_of_kind(kind) | {"output_router_logits": True}
     expected = by_first_rank(loss_and_gradients, one, **batch)
@@ -224,7 +225,7 @@ def balance(arch: str, shape: dict, tiled: bool, kind: str, batches: str) -> Non
 
 
 def memory(family: str) -> None:
-    """What a rank allocates, forward and backward of a layer at 8,192 tokens, is its part of what one process does."""
+    """A rank's allocations, forward and backward of a layer at 8,192 tokens, are its share of one process's."""
     ctx, tokens = context(), 8192
     wide = {"hidden_size": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_num_heads": 4}
     wide |= {"mamba_num_heads": 8, "n_groups": 4, "chunk_size": 128}
@@ -235,8 +236,8 @@ def memory(family: str) -> None:
     layer.forward = Recurrence(layer)
     local = tokens // ctx.size
     layout = Layout(ctx, local, (((0, tokens),),), "sdpa")
-    exchanged = 2 * 4 * local * 64 if family == "lfm2" else 0  # in and out, which beside a recurrence weigh nothing
-    steps = 10 if exchanged else 1  # now and then gloo's thread keeps what was exchanged a moment longer
+    exchanged = 2 * 4 * local * 64 if family == "lfm2" else 0  # inputs and outputs, negligible next to a recurrence
+    steps = 10 if exchanged else 1  # gloo's thread sometimes keeps exchanged buffers a moment longer
     ours = min(peak_of(layer, torch.randn(1, local, 64), ulysses_layout=layout) for _ in range(steps))
     assert ours <= 1.05 * whole / ctx.size + exchanged, f"{ours}, of {whole}"
 
@@ -257,7 +258,7 @@ def peak_of(layer: nn.Module, x: torch.Tensor, **options: Any) -> int:
 
 
 def halves() -> None:
-    """In bfloat16, decays stay float32 on the wire, and what arrives is what was sent."""
+    """In bfloat16, decays are sent in float32, and received values equal sent ones."""
     ctx = context()
     one, batch = build("qwen3_next").bfloat16(), batch_of_kind("plain")
     for module in one.modules():
@@ -272,21 +273,21 @@ def halves() -> None:
     assert relative_error(ours.detach(), loss) <= 1e-2
     errors = {name: relative_error(x, gradients[name]) for name, x in averaged(many).items()}
     assert max(errors.values()) <= 0.1, errors
-    heads, groups, a_head, a_group, _ = delta(3, 6, gate=2)  # of twice as many bytes as others
+    heads, groups, a_head, a_group, _ = delta(3, 6, gate=2)  # twice as many bytes as other elements
     share = rank_heads(1 - ctx.rank, 2, heads, groups, 96)
     local = 48 * 2
     assert traffic.sent[0] == local * (width(share.q) * a_head + width(share.kv) * a_group)
 
 
 class Kernels:
-    """Functions with the signatures of flash-linear-attention's, causal-conv1d's and mamba-ssm's, which need a GPU, by
-    Hugging Face's own code; `asked` is how often documents were told apart by their lengths."""
+    """Functions with the signatures of flash-linear-attention's, causal-conv1d's and mamba-ssm's GPU kernels, computed
+    by Hugging Face's own code. `asked` counts the calls with document lengths."""
 
     def __init__(self) -> None:
         self.asked = 0
 
     def install(self, modeling: Any) -> None:
-        """Puts them in the place of a modeling file's functions as Hugging Face does where the packages are there."""
+        """Replaces a modeling file's functions as Hugging Face does if the packages are installed."""
         for name, package, of_package, function in (
             ("torch_chunk_gated_delta_rule", "fla", "chunk_gated_delta_rule", self.delta_rule),
             ("causal_conv1d_fn", "causal_conv1d", "causal_conv1d_fn", self.convolution),
@@ -337,7 +338,7 @@ class Kernels:
 
 
 def kernels(family: str) -> None:
-    """Where kernels are installed they are called as their packages define them, and by the lengths of documents."""
+    """Installed kernels are called as their packages define them, and with the lengths of documents."""
     found = Kernels()
     found.install(sys.modules[type(build(family)).__module__])
     for kind in ("plain", "packed", "padded"):

@@ -1,4 +1,4 @@
-"""Training steps of a rank: under every reducer of gradients, and what is refused."""
+"""Training steps of a rank under every gradient reducer, and refusals."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ from support.assertions import relative_error
 from support.tiny import batch_of, build
 from support.training import halved
 
-WINDOW = 2  # batches a step
+WINDOW = 2  # batches per step
 _TINY = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 _SMALL = _TINY | dict(num_key_value_heads=2, intermediate_size=16)
 _INDEXED = dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, index_topk=4)
@@ -42,7 +42,7 @@ _JAMBA = _SMALL | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, 
 _MAMBA = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1)
 _T5 = dict(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2)
 _ROBERTA = _TINY | dict(intermediate_size=16, is_decoder=True)
-NOT_SPREAD: dict[str, tuple[dict, str]] = {  # what mixes tokens in other ways: model type, and what is said of it
+NOT_SPREAD: dict[str, tuple[dict, str]] = {  # models that mix tokens in other ways: model type, and the message
     "minimax": (_MINIMAX, "MiniMaxForCausalLM has MiniMaxLightningAttention, whose recurrence is not known"),
     "jamba": (_JAMBA, "JambaForCausalLM has JambaMambaMixer, whose recurrence is not known"),
     "deepseek_v32": (_INDEXED, "DeepseekV32ForCausalLM has indexed_attention"),
@@ -70,8 +70,8 @@ QWEN2_MOE |= {"layer_types": ["sliding_attention"] * 2}
 
 
 def window_of(group: int, step: int, rows: int = 1) -> list[dict[str, torch.Tensor]]:
-    """The batches that a data-parallel group accumulates: of other lengths and numbers of labels, one without any; of
-    several rows, they begin alike."""
+    """The batches that a data-parallel group accumulates: with different lengths and numbers of labels, one without
+    any. If there are several rows, they share a prefix."""
     torch.manual_seed(10 * step + group)
     lengths = (61, 90 + 7 * group)
     batches = [batch_of(rows, length) for length in lengths]
@@ -86,7 +86,7 @@ def window_of(group: int, step: int, rows: int = 1) -> list[dict[str, torch.Tens
 
 
 def by_one_process(model: nn.Module, groups: int, step: int, rows: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
-    """A step over the batches of all groups; the loss, which is the mean over all of their labels, and the weights."""
+    """A step over the batches of all groups. Returns the loss (the mean over all of their labels) and the weights."""
     windows = [window_of(group, step, rows) for group in range(groups)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
     total = 0.0
@@ -107,18 +107,18 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
 
 
 def by_whole_batches(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel, rows: int = 1) -> float:
-    """The same with whole batches: as ranks that share nothing would train, but for how many they are."""
+    """The same with whole batches: as ranks that share no sequence would train, except for their number."""
     windows = [window_of(group, step, rows) for group in range(ctx.data_parallel_size)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
     options = {"num_items_in_batch": items / ctx.data_parallel_size}
-    # Times one: of the forward's own output DeepSpeed's stage 0 divides the gradient, whatever its backward is told.
+    # Times one: DeepSpeed's stage 0 always divides the gradient of the forward's own output.
     losses = (model(**batch, **options).loss * 1 for batch in windows[ctx.data_parallel_rank])
     return stepped(model, optimizer, losses)
 
 
 def stepped(model: nn.Module, optimizer: object, losses: Iterator[torch.Tensor]) -> float:
-    """A step over the losses of a window, of which each is computed once the one before has had its backward; returns
-    their sum, on average over ranks."""
+    """A step over the losses of a window; each loss is computed after the backward of the previous one. Returns their
+    sum, averaged over ranks."""
     total = torch.zeros(())
     for loss in losses:
         total += loss.detach()
@@ -135,7 +135,7 @@ def stepped(model: nn.Module, optimizer: object, losses: Iterator[torch.Tensor])
 
 
 def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
-    """Between two steps, as it is: the group's batch on each of its ranks, its loss and its logits."""
+    """Between two steps, without changes: the group's batch on each of its ranks, its loss and its logits."""
     batch = batch_of(1, 40 + 9 * ctx.data_parallel_rank)
     wrapped.eval()
     with torch.no_grad():
@@ -147,7 +147,7 @@ def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParalle
 
 
 def evaluated_whole(one: nn.Module, many: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
-    """Between two steps: each rank its own whole sequence, as README has it."""
+    """Between two steps: each rank evaluates its own whole sequence, as in README."""
     batch = batch_of(1, 40 + 9 * dist.get_rank())
     sp.restore(many)
     wrapped.eval()
@@ -159,17 +159,18 @@ def evaluated_whole(one: nn.Module, many: nn.Module, wrapped: nn.Module, ctx: sp
 
 
 def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -> None:
-    """A share's backward: the last that is done with a model, since a reducer need not survive an error."""
+    """The backward of a partial loss. It comes last, because a reducer need not survive an error."""
     loss = wrapped(**sp.shard(batch_of(1, 40), ctx)).loss
     with pytest.raises(RuntimeError, match=r"expected loss = sp\.reduce_loss\(loss, ctx\)"):
         wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
 
 
 def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows: int = 1) -> None:
-    """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
-    Whole sequences are evaluated between the steps, and a share's backward raises.
+    """Two groups of two ranks, windows of two batches, tiled: after each step all parameters equal those of one
+    process. Whole sequences are evaluated between the steps, and the backward of a partial loss raises.
 
-    Of several `rows` beginnings are shared; "alone" by ranks that share no sequences."""
+    With several `rows` prefixes are shared; with "alone" the ranks share no sequences.
+    """
     ctx = context(1 if batches == "alone" else 2)
     one = halved(build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name))
     many = copy.deepcopy(one)
@@ -180,7 +181,7 @@ def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows
         seqtile.share_prefixes(many, min_tokens=20)
     seqtile.apply_seqtile(many, chunk_tokens=20, **options)
     wrapped, optimizer = STRATEGIES[strategy](many)
-    for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
+    for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step starts with the first one's error
         if step == 1:
             evaluated_whole(one, many, wrapped, ctx) if batches == "cut" else evaluated_inside(one, wrapped, ctx)
         theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step, rows)
@@ -206,7 +207,7 @@ def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows
 
 
 def refusals() -> None:
-    """Each on every rank, with nothing changed, and with none that waits for another."""
+    """Each on every rank, with nothing changed, and without a rank that waits for another."""
     rank = dist.get_rank()
     for arguments, match in (
         ({"sequence_parallel_size": 3}, "expected a divisor of the 2 ranks"),
@@ -305,7 +306,7 @@ def refusals() -> None:
 
 
 def refused_recurrences(ctx: sp.SequenceParallel) -> None:
-    """Of models whose recurrences are known: fewer heads than ranks, other steps than are known, no layout."""
+    """Models with known recurrences: fewer heads than ranks, unknown functions, no layout."""
     shard = sp.shard(batch_of(1, 60), ctx)
     del shard["attention_mask"]
     one_head = recurrences.build("qwen3_5", linear_num_key_heads=1, linear_num_value_heads=1)
@@ -328,7 +329,7 @@ def refused_recurrences(ctx: sp.SequenceParallel) -> None:
     for layer in (layer.linear_attn for layer in mixed.model.layers if hasattr(layer, "linear_attn")):
         layer.in_proj_b.register_forward_hook(lambda module, args, output: output.bfloat16())
     sp.apply_ulysses(mixed, ctx)
-    # The gradients of the queries, which both ranks read, could not be added in bfloat16: known in the forward.
+    # Both ranks read the queries; their gradients could not be added in bfloat16, which the forward already knows.
     with pytest.raises(ValueError, match="heads that ranks share are in another dtype than the rest"):
         mixed(**shard)
     balanced = build("qwen3_moe")
@@ -338,7 +339,7 @@ def refused_recurrences(ctx: sp.SequenceParallel) -> None:
 
 
 def keep(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-    """Of an attention that does not ask Hugging Face's interface, the shape."""
+    """The output shape of an attention that does not use Hugging Face's interface."""
     return hidden_states, None
 
 

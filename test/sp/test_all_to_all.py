@@ -1,4 +1,4 @@
-"""All-to-alls between ranks of one process: what arrives is what every rank has to have, and how often it is copied."""
+"""All-to-alls between ranks of one process: every rank receives the right data, with a limited number of copies."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from support.choice import every_pair
 
 
 class Wire:
-    """In the place of the collective: keeps what each rank sends until all have, and then delivers it."""
+    """Replaces the collective: stores what each rank sends until all have sent, then delivers it."""
 
     def __init__(self) -> None:
         self.calls: dict[int, tuple] = {}
@@ -43,7 +43,7 @@ class Wire:
 
 
 def exchanged(plans: list[AllToAll], tensors: list[list[Tensor]], to_heads: bool) -> list[list[Tensor]]:
-    """What each rank has afterwards, of what each sends."""
+    """Returns what each rank receives, from what each sends."""
     with Wire() as wire:
         waiting = [plan.start(own, to_heads=to_heads) for plan, own in zip(plans, tensors, strict=True)]
         wire.deliver()
@@ -56,12 +56,12 @@ def plans_of(size: int, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...], lo
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Integers that every dtype has; their sums bfloat16 rounds, and float32 does not."""
+    """Integers that every dtype can represent. bfloat16 rounds their sums, float32 does not."""
     return torch.randint(-255, 256, shape).to(dtype)
 
 
 def strided(x: Tensor, kind: int) -> Tensor:
-    """The same numbers [B, heads, tokens, K], laid out as they are; as [B, tokens, heads, K]; or with gaps."""
+    """The same numbers [B, heads, tokens, K], laid out in this order, as [B, tokens, heads, K], or with gaps."""
     if kind == 0:
         return x
     return x.transpose(1, 2).contiguous().transpose(1, 2) if kind == 1 else x.repeat_interleave(2, -1)[..., ::2]
@@ -70,7 +70,7 @@ def strided(x: Tensor, kind: int) -> Tensor:
 ALL = (False, True, True)
 
 
-@example((8, 8, 1, 90), ALL, 1, (None, torch.bfloat16), 1)  # eight ranks read one kv head, each by one query head
+@example((8, 8, 1, 90), ALL, 1, (None, torch.bfloat16), 1)  # eight ranks read one kv head, each with one query head
 @example((4, 8, 2, 61), ALL, 2, (None, torch.float32), 0)
 @example((5, 7, 1, 61), ALL, 1, (None, torch.bfloat16), 0)  # by unequally many
 @example((9, 2, 1, 90), ALL, 2, (None, torch.bfloat16), 2)  # ranks share the queries of a head
@@ -84,7 +84,8 @@ ALL = (False, True, True)
 def test_what_arrives(
     shape: tuple[int, int, int, int], by_kv: tuple[bool, ...], batch: int, dtypes: tuple, kind: int
 ) -> None:
-    """Each rank's heads of all tokens, and of its queries; back to each rank's tokens the sum of what ranks send."""
+    """Each rank gets its heads of all tokens, and of its queries; on the way back each rank's tokens get the sum of
+    what ranks send."""
     size, q_heads, kv_heads, length = shape
     local, (wide, narrow) = -(-length // size), dtypes
     dtypes = [narrow if wide is None or is_kv else wide for is_kv in by_kv]
@@ -111,7 +112,7 @@ def test_what_arrives(
 
 
 def part_of(x: Tensor, plan: AllToAll, is_kv: bool, add: Tensor | None = None) -> Tensor:
-    """What a rank computes with of a whole tensor; to which something is added there."""
+    """Returns the part of a whole tensor that a rank computes with; it can add to that part."""
     rows = [slice(None)] if is_kv else [slice(*row) for row in plan.heads.rows]
     places = [x[:, plan.heads.kv if is_kv else plan.heads.q, row] for row in rows]
     if add is not None:
@@ -121,7 +122,7 @@ def part_of(x: Tensor, plan: AllToAll, is_kv: bool, add: Tensor | None = None) -
 
 
 class Written(TorchDispatchMode):
-    """Counts the operations that write something, and the bytes that they write."""
+    """Counts the operations that write, and the bytes that they write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class Written(TorchDispatchMode):
 
 
 EVEN = ((2, 4, 4), (4, 8, 4), (8, 32, 8), (32, 64, 8), (8, 8, 1))  # ranks, query heads, kv heads
-EXCHANGES = {  # of each tensor: whether its heads are the kv heads, and whether it is of a wider dtype
+EXCHANGES = {  # for each tensor: whether its heads are kv heads, and whether its dtype is wider
     "queries, keys, values": ((False, False), (True, False), (True, False)),
     "attention's output": ((False, False),),
     "a recurrence's": ((False, False), (False, True), (False, True), (True, False), (True, False)),
@@ -153,7 +154,7 @@ EXCHANGES = {  # of each tensor: whether its heads are the kv heads, and whether
 def test_one_copy_a_tensor_on_either_side(
     size: int, q_heads: int, kv_heads: int, kind: str, batch: int, to_heads: bool
 ) -> None:
-    """Where every rank has as many heads, for any number of ranks."""
+    """If every rank has equally many heads, for any number of ranks."""
     by_kv, is_wide = zip(*EXCHANGES[kind], strict=True)
     dtypes = [torch.float32 if wide else torch.bfloat16 for wide in is_wide]
     counts = [kv_heads if is_kv else q_heads for is_kv in by_kv]

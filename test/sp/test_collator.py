@@ -1,4 +1,4 @@
-"""What a rank keeps of a batch."""
+"""A rank's part of a batch."""
 
 import io
 import pickle
@@ -28,7 +28,8 @@ def test_labels_are_shifted_before_the_cut() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_token_once(size: int) -> None:
-    """Tensors with a sequence are cut and padded, whatever their other dimensions; the rest is kept whole."""
+    """Tensors with a sequence dimension are padded and cut, whatever their other dimensions; all others are kept
+    whole."""
     ids, labels, kinds = (torch.randint(0, 9, (2, 10)) for _ in range(3))
     batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), "token_type_ids": kinds}
     batch["position_ids"] = torch.randint(0, 9, (3, 2, 10))  # multimodal rotary embeddings
@@ -66,8 +67,8 @@ def test_packed_by_hugging_faces_collator() -> None:
 
 
 def test_a_batch_has_its_hash() -> None:
-    """The same in every shard, over any number of ranks, saved and loaded; another where an integer is another, or
-    elsewhere."""
+    """The same in every shard, for any number of ranks, saved and loaded; different if an integer or its place
+    differs."""
     ids = torch.randperm(1000)[:40].view(2, 20)
     batch = {"input_ids": ids, "labels": ids.clone(), "weights": torch.randn(2, 20)}
     batch["position_ids"] = torch.arange(20)[None]
@@ -104,7 +105,7 @@ def test_a_batch_without_tokens() -> None:
 
 
 def test_a_collator_goes_to_workers() -> None:
-    """A process group cannot be pickled, which spawned workers of a loader need."""
+    """A process group cannot be pickled, but a loader's spawned workers need the collator."""
     ctx = sp.SequenceParallel(lambda: None, 1, 2, 0, 1)
     collator = pickle.loads(pickle.dumps(sp.DataShardingCollator(DataCollatorWithFlattening(), ctx)))
     assert collator([{"input_ids": [5, 6, 7, 8]}])["input_ids"].tolist() == [[7, 8]]

@@ -28,7 +28,7 @@ def attentions() -> Iterator[None]:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[int, Rows]:
-    """A length and documents in it, with padding before, between and behind them."""
+    """A length and documents in it, with padding before, between and after them."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=5))
     found, at = [], 0
     for gap, length in lengths:
@@ -81,7 +81,7 @@ def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: in
 def test_attention(
     sequence: tuple, window: int | None, size: int, heads: tuple[int, int], implementation: str, mask_elements: int
 ) -> None:
-    """Outputs and gradients, of every rank's rows, of two sequences in a batch with other documents each."""
+    """Outputs and gradients of every rank's rows, for two sequences in a batch with different documents."""
     length, found = sequence
     rows_of_batch = (found, ((0, length),))
     q_heads, kv_heads = heads
@@ -140,7 +140,8 @@ def one_rank(values: Tensor, ctx: object) -> list[Tensor]:
 
 
 def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tells documents: positions without a mask, and of several axes the text's; a mask is of whole rows."""
+    """Documents are determined by positions without a mask (with several axes, the text's); a mask applies to whole
+    rows."""
     monkeypatch.setattr("seqtile.sp.layout.gather", one_rank)
     ctx = SimpleNamespace(rank=0, size=1)
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
@@ -165,7 +166,7 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_does_not_grow_with_the_square_of_the_length(
     found: Rows, window: int | None, size: int, implementation: str
 ) -> None:
-    """All that is alive at once, forward and backward, where a rank has a head or shares it with another."""
+    """All live bytes, forward and backward, of a rank that has a head or shares one."""
     length = 8192
     share = rank_heads(0, size, 1, 1, length)
     q, k, v = (torch.randn(1, 1, tokens, 4, requires_grad=True) for tokens in (length // size, length, length))
@@ -179,7 +180,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(
 @pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_block_mask(rank: int, window: int | None) -> None:
-    """Its blocks cover the dense mask, those it calls full are full, and no tensor is as large as that mask."""
+    """Its blocks cover the dense mask, its full blocks are full, and no tensor is as large as that mask."""
     length, side = 4096 + 50, 128
     documents = ((0, 1000), (1000, length - 9))
     share = rank_heads(rank, 2, 1, 1, length)

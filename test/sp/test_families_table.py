@@ -1,4 +1,4 @@
-"""The page's tables of families and of image models that are spread over ranks."""
+"""The page's tables of families and of image models over ranks."""
 
 import re
 from pathlib import Path
@@ -14,14 +14,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "sequence-parallelism.md"
 
 
 def section(heading: str) -> tuple[str, list[str]]:
-    """Its text, and the model types in the first column of its table."""
+    """Returns its text, and the model types in the first column of its table."""
     text = PAGE.read_text().partition(f"\n## {heading}")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     return text, sorted(name for row in rows for name in re.findall(r"`(\w+)`", row))
 
 
 def test_families() -> None:
-    """docs/sequence-parallelism.md lists those that are tested, and those that are refused."""
+    """docs/sequence-parallelism.md lists the tested families and the refused ones."""
     text, listed = section("Recurrences")
     assert listed == sorted({model_type for model_type, _ in FAMILIES.values()})
     refused = re.findall(r"`(\w+)`", text.partition("Refused, by the class's name:")[2])
@@ -37,5 +37,5 @@ def test_images() -> None:
 @pytest.mark.dist
 @pytest.mark.full("two minutes: a step of every type on 1, 2 and 4 ranks")
 def test_images_over_ranks() -> None:
-    """The table of image types is what running them gives."""
+    """The table of image types equals the result of running them."""
     assert image_types.table() in section("Images")[0]

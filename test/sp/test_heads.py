@@ -1,4 +1,4 @@
-"""Every query of every head is computed by exactly one rank, with the kv head it belongs to, and all work alike."""
+"""Exactly one rank computes each query of each head, with its kv head, and all ranks have equal work."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
 
 @given(shapes())
 def test_balanced(shape: tuple[int, int, int, int]) -> None:
-    """Heads to within one; where ranks share a head, causal work (a query's keys) to within what rounding leaves."""
+    """Heads to within one; for ranks that share a head, causal work (a query's keys) up to rounding."""
     size, q_heads, kv_heads, length = shape
     shares = [rank_heads(rank, size, q_heads, kv_heads, length) for rank in range(size)]
     counts = [share.q.stop - share.q.start for share in shares]
@@ -62,8 +62,8 @@ def test_within(shape: tuple[int, int, int, int], start: int, stop: int) -> None
 @pytest.mark.parametrize("latent", [8, 61, 62, 200])
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_latents_travel_compressed_where_that_is_less(size: int, latent: int, adapted: bool) -> None:
-    """Six heads of 22 elements a token, or the latent and 4 elements for every rank; never with an adapter on what
-    expands them."""
+    """Six heads of 22 elements per token, or the latent and 4 elements for every rank. Never with an adapter on the
+    projection that expands them."""
     attention = build("deepseek_v3", kv_lora_rank=latent).model.layers[0].self_attn
     if adapted:
         attention.kv_b_proj.register_forward_hook(lambda module, args, output: output)

@@ -1,4 +1,4 @@
-"""What is found once a forward, whatever the layers, and how often the host waits for it; groups of ranks."""
+"""Values computed once per forward, however many layers there are, and how often the host waits; groups of ranks."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ WAITS = ("cpu", "tolist", "item", "nonzero", "__bool__", "__int__", "__index__",
 
 
 class OnDevice(torch.Tensor):
-    """Counts what would wait for a device; `cpu` brings it to the host, where nothing does."""
+    """Counts operations that would wait for a device; `cpu` moves it to the host, where nothing waits."""
 
     waits = 0
 
@@ -65,7 +65,7 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_ranks_than_channels() -> None:
-    """Ranks that computed the same channels would each add all of their weights' gradient."""
+    """Ranks that compute the same channels would each add the full gradient of their weights."""
     layer = recurrences.build("lfm2").model.layers[0].conv
     if "kwargs" not in inspect.signature(type(layer).forward).parameters:  # transformers 5.16
         assert not is_known(layer)
@@ -88,7 +88,7 @@ COUNTED = ((all_to_all, "rank_heads"), (segments, "segments_of"), (backends, "bl
 def test_layers_ask_for_what_is_found_once(
     family: str, kind: str, one_rank: sp.SequenceParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As often for five layers as for one of each kind, also where they are computed once more."""
+    """Five layers need as many computations as one of each kind, also when they are recomputed."""
     calls: list[str] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""On a GPU: the kernels that a CPU lacks, flash and flex attention, and collectives of nccl, on one rank."""
+"""On a GPU: kernels that a CPU lacks, flash and flex attention, and nccl collectives, on one rank."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ from support.tiny import build, loss_and_gradients
 
 pytestmark = pytest.mark.gpu
 LENGTH = 1000
-SEQUENCES = {  # documents, and which they go on from
+SEQUENCES = {  # documents, and the ones that they continue
     "documents": (((0, 300), (300, 910)), (None, None)),
-    "shared beginning": (((0, 300), (300, 500), (500, 910)), (None, 0, 0)),
+    "shared prefix": (((0, 300), (300, 500), (500, 910)), (None, 0, 0)),
 }
 
 

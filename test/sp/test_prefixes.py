@@ -1,4 +1,4 @@
-"""Rows that begin alike are computed once: the tree, attention over it in every form, and whole models."""
+"""Prefixes that rows share are computed once: the tree, attention over it in every form, and whole models."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def attentions() -> Iterator[None]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Tensor]:
-    """Rows of two words, that have much in common; padding on either side."""
+    """Rows over a two-word vocabulary, which share long prefixes; padding on either side."""
     rows, length = draw(st.integers(2, 6)), draw(st.integers(1, 12))
     words = st.lists(st.integers(1, 2), min_size=length, max_size=length)
     ids = torch.tensor([draw(words) for _ in range(rows)])
@@ -69,7 +69,7 @@ def batches(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 def no_tree(given: dict[str, Tensor], min_tokens: int = 4) -> str:
-    """Why a batch has no tree."""
+    """Returns why a batch has no tree."""
     why = prefix_tree(given, *given["input_ids"].shape, min_tokens)
     assert isinstance(why, str), f"{why.saved} tokens are shared"
     return why
@@ -77,7 +77,7 @@ def no_tree(given: dict[str, Tensor], min_tokens: int = 4) -> str:
 
 @given(batches())
 def test_a_tree(batch: dict[str, Tensor]) -> None:
-    """Of beginnings of any length it has each node of a trie once, and every row is a path in it."""
+    """For prefixes of any length, the tree has each node of a trie once, and every row is a path in it."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     tree, nodes = prefix_tree(batch, *ids.shape, 1), tokens_of(batch)
     if isinstance(tree, str):
@@ -94,7 +94,7 @@ def test_a_tree(batch: dict[str, Tensor]) -> None:
 
 
 @given(batches(), st.integers(2, 6))
-def test_beginnings_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
+def test_prefixes_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
     tree = prefix_tree(batch, *batch["input_ids"].shape, min_tokens)
     if not isinstance(tree, str):
         parents = {parent for parent in tree.parents if parent is not None}
@@ -109,7 +109,7 @@ def test_beginnings_that_are_too_short(batch: dict[str, Tensor], min_tokens: int
 
 
 def test_what_is_told_of_tokens() -> None:
-    """Tokens are the same where all that a model is told of them is, and of all tokens before them."""
+    """Tokens are equal if all of the model's inputs for them and for all tokens before them are equal."""
     ids = torch.arange(1, 31).expand(3, -1).clone()
     positions = torch.arange(30).expand(3, -1).clone()
 
@@ -138,7 +138,7 @@ def test_what_is_told_of_tokens() -> None:
 
 
 def test_why_there_is_no_tree() -> None:
-    """What is said is so: what it names is changed, and there is one."""
+    """The message is right: after changing what it names, there is a tree."""
     ids, apart = torch.arange(1, 31).expand(3, -1).clone(), torch.arange(90).view(3, 30)
     mask, positions = torch.ones_like(ids), torch.arange(30).expand(3, -1)
     assert prefix_tree({"input_ids": ids}, 3, 30, 30).saved == 60
@@ -164,7 +164,7 @@ def test_why_there_is_no_tree() -> None:
 
 
 def test_status_says_why_nothing_was_saved() -> None:
-    """Of the last batch, whatever came before it."""
+    """For the last batch, whatever came before it."""
     model, batch = sharing(build("llama")).eval(), groups()
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     one, last = {name: value[:1] for name, value in given.items()}, "in the last batch 0 of 324 tokens were saved: "
@@ -187,7 +187,7 @@ def test_status_says_why_nothing_was_saved() -> None:
 
 
 def test_the_gradient_of_hidden_states() -> None:
-    """Known as a sum alone; without sharing, as the error says, it can be read."""
+    """Only its sum is known. Without sharing it can be read, as the error says."""
     model, batch = sharing(build("llama"), options={}), groups()
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
 
@@ -206,7 +206,7 @@ def test_the_gradient_of_hidden_states() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[int, tuple, tuple]:
-    """A length, documents and what each goes on from, its own behind it."""
+    """A length, documents, and for each the document before it that it continues."""
     parents: list[int | None] = []
 
     def grow(parent: int | None, depth: int) -> None:
@@ -265,7 +265,7 @@ def test_attention(
     sinks: bool,
     mask_elements: int,
 ) -> None:
-    """Outputs and gradients, of every rank's rows; with sinks where the attention has any."""
+    """Outputs and gradients of every rank's rows; with sinks if the attention supports them."""
     length, documents, parents = tree
     q_heads, kv_heads = heads
     kv_of_q = tuple(i * kv_heads // q_heads for i in range(q_heads))
@@ -278,7 +278,7 @@ def test_attention(
     if options:
         scores = torch.cat([scores, s[:, None, None].expand(1, -1, length, 1)], 3)
     truth = (scores.softmax(3)[..., :length] @ v[:, list(kv_of_q)]).transpose(1, 2)
-    truth = truth.where(mask.any(1)[:, None, None], 0.0)  # of padding
+    truth = truth.where(mask.any(1)[:, None, None], 0.0)  # padding
     out = torch.full_like(truth, torch.nan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
@@ -308,11 +308,12 @@ OPTIONS = pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["
 @OPTIONS
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "qwen3_moe", "gemma2"])
 def test_a_step(arch: str, options: dict | None, left: bool, reentrant: bool | None) -> None:
-    """Loss and gradients, as exact as those of the batch as it is."""
+    """Loss and gradients, as exact as those of the unchanged batch."""
     plain, batch = build(arch, attn_implementation="eager" if arch == "gemma2" else "sdpa"), groups(left=left)
     if arch == "qwen3_moe":
-        plain.set_experts_implementation("eager")  # the grouped product has no fp64
-    # Hugging Face's eager attention takes softmax in float32, where float64's smallest number is -inf: NaN for padding
+        plain.set_experts_implementation("eager")  # the grouped product does not support float64
+    # Hugging Face's eager attention computes softmax in float32, where float64's smallest number is -inf: NaN for
+    # padding
     truth = step(copy.deepcopy(plain).double(), padded_right(batch) if arch == "gemma2" else batch)
     ours = sharing(plain, options=options)
     for model in (plain, ours):
@@ -331,7 +332,7 @@ def test_families(family: str) -> None:
     found, of_ours = loss_and_gradients(ours, **batch)
     assert relative_error(found, loss) <= 1e-5
     errors = {name: relative_error(of_ours[name], gradient) for name, gradient in gradients.items()}
-    if max(errors.values()) > 1e-5:  # decays are as sensitive; chunks begin where documents do
+    if max(errors.values()) > 1e-5:  # decays are sensitive; chunks start where documents do
         least = nudged(plain, partial(loss_and_gradients, **batch), gradients)
         floor = 1e-6 * max(gradient.norm() for gradient in gradients.values())
         allowed = {name: max(1e-5, 4 * least[name], float(floor / each.norm())) for name, each in gradients.items()}
@@ -352,7 +353,7 @@ def test_attentions_of_a_model(implementation: str, shape: dict) -> None:
     assert saved(ours)[0] > 0
 
 
-FORMS = {  # model, and which of the attentions have what it wants
+FORMS = {  # model, and which attentions support it
     "window": (lambda: build("mistral", sliding_window=20), INSTALLED),
     "soft cap": (lambda: build("gemma2", sliding_window=20), ("eager", "flash_attention_3", "flex_attention")),
     "sinks": (lambda: recurrences.build("gpt_oss"), ("eager", "flash_attention_3", "flex_attention")),
@@ -362,7 +363,7 @@ FORMS = {  # model, and which of the attentions have what it wants
 @pytest.mark.parametrize("implementation", INSTALLED)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, soft caps and sinks, as the model's attention has them, or refused by name."""
+    """The model's windows, soft caps and sinks, or a refusal by name."""
     made, having = FORMS[form]
     plain, batch = made(), groups()
     plain.config._attn_implementation = "eager"
@@ -380,7 +381,7 @@ def test_forms(form: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def preference_loss(model: nn.Module, batch: dict[str, Tensor], reference: nn.Module) -> Tensor:
-    """As DPO's: two forwards of other batches each, and one of a reference model, before the backward."""
+    """Like DPO's: two forwards with different batches, and one of a reference model, before the backward."""
     halves = [{name: value[half] for name, value in batch.items()} for half in (slice(0, 3), slice(3, 6))]
 
     def log_probs(each: nn.Module, half: dict[str, Tensor]) -> Tensor:
@@ -397,7 +398,7 @@ def preference_loss(model: nn.Module, batch: dict[str, Tensor], reference: nn.Mo
 
 @OPTIONS
 def test_forwards_before_a_backward(options: dict | None) -> None:
-    """Each has its own tree, and so has what a checkpoint computes again."""
+    """Each has its own tree, and so does a checkpoint's recomputation."""
     plain, reference, batch = build("llama"), build("llama"), groups()
     ours = sharing(plain, options=options)
     for model in (plain, ours):
@@ -410,7 +411,7 @@ def test_forwards_before_a_backward(options: dict | None) -> None:
 
 
 def with_images(model_type: str, other: bool) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A row of two images twice, with another end; `other`: the second row's second image is another."""
+    """A row with two images twice, with different ends; `other`: the second row's second image differs."""
     model, batch = images.made(model_type)
     ids = batch["input_ids"][:1].repeat(2, 1)
     ids[1, -9:] = ids[1, -9:].roll(1)
@@ -428,7 +429,7 @@ def with_images(model_type: str, other: bool) -> tuple[nn.Module, dict[str, Tens
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 @pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
 def test_images(model_type: str, other: bool) -> None:
-    """Images are shared where their features are the same; the vision tower is trained."""
+    """Images are shared if their features are the same; the vision tower is trained."""
     plain, batch = with_images(model_type, other)
     ours = copy.deepcopy(plain)
     seqtile.share_prefixes(ours, 4)
@@ -443,7 +444,7 @@ def test_images(model_type: str, other: bool) -> None:
 
 
 def test_values_of_tokens() -> None:
-    """Logits, hidden states and a router's logits of all rows, however they are read; their gradients."""
+    """Logits, hidden states and router logits of all rows, however they are read; their gradients."""
     plain, batch = build("qwen3_moe"), groups()
     ours, inside = sharing(plain), batch["attention_mask"].bool()
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -476,7 +477,7 @@ def test_undone() -> None:
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("implementation", INSTALLED)
 def test_nothing_shared(implementation: str, reentrant: bool | None) -> None:
-    """Batches without common beginnings, caches, generation: to the bit as without it, by the same functions."""
+    """Batches without common prefixes, caches, generation: bitwise as without sharing, by the same functions."""
     plain, batch = build("llama"), groups()
     plain.config._attn_implementation = implementation
     ours = sharing(plain, min_tokens=50)
@@ -486,7 +487,7 @@ def test_nothing_shared(implementation: str, reentrant: bool | None) -> None:
         assert mine.equal(theirs)
     assert saved(ours) == (0, batch["input_ids"].numel())
     if implementation == "flash_attention_3":
-        return  # its function for rows without padding is not stood in for
+        return  # its function for rows without padding has no stand-in
     words = [
         model.eval().generate(batch["input_ids"][:2, :45], max_new_tokens=3, do_sample=False) for model in (ours, plain)
     ]
@@ -494,7 +495,7 @@ def test_nothing_shared(implementation: str, reentrant: bool | None) -> None:
 
 
 def test_flop() -> None:
-    """Outside attention in proportion to the tokens of the tree."""
+    """Outside attention proportional to the tree's tokens."""
     plain, batch = build("llama"), groups(prompts=1, rows=4, shared=64, own=8)
     batch.pop("attention_mask")
     batch["labels"] = torch.full_like(batch["labels"], -100)
@@ -514,7 +515,7 @@ WAITS = ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__")
 
 
 def test_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beginnings are found where the ids are: one copy to the host tells all."""
+    """The device of the ids finds prefixes: one copy to the host has all results."""
     batch, waits = groups(left=True), []
     for name in WAITS:
         method = getattr(Tensor, name)
@@ -525,7 +526,7 @@ def test_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """How many operators run."""
+    """Counts the operators that run."""
 
     count = 0
 
@@ -535,7 +536,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_what_is_done_where_nothing_is_shared() -> None:
-    """The one comparison, however many layers there are, and nothing for a single row."""
+    """One comparison, however many layers there are, and none for a single row."""
     more = []
     for layers in (1, 3):
         plain, batch = build("llama", num_hidden_layers=layers), groups()
@@ -553,8 +554,8 @@ def test_what_is_done_where_nothing_is_shared() -> None:
 @pytest.mark.full("8 s; eager's masks are made as sdpa's", but=("sdpa", "flash_attention_3"))
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_3"])
 def test_live_bytes_of_attention(implementation: str) -> None:
-    """A further row costs its own tokens, not its path: keys and values of one path are gathered at a time, of flash
-    attention as many as the tree has."""
+    """One more row costs its own tokens, not its whole path: keys and values of one path are gathered at a time, for
+    flash attention as many as the tree has."""
     shared, own, width, peaks = 2048, 16, 32, []
     for rows in (8, 24):
         ends = [0, shared, *(shared + own * (row + 1) for row in range(rows))]
@@ -574,7 +575,7 @@ def test_live_bytes_of_attention(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_3"])
 def test_gradients_of_shared_keys_add_up_in_float32(implementation: str) -> None:
-    """In bfloat16, of a beginning that a hundred rows share, no further off than a few roundings."""
+    """In bfloat16, for a prefix that a hundred rows share: off by at most a few roundings."""
     rows, shared, own = 100, 8, 4
     ends = [0, shared, *(shared + own * (row + 1) for row in range(rows))]
     documents, parents = tuple(pairwise(ends)), (None, *[0] * rows)
@@ -595,7 +596,7 @@ def of_model(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_teacher(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Hidden states beside those of a teacher that shares beginnings, too, as tokens and as a mean."""
+    """Hidden states with those of a teacher that also shares prefixes, per token and as a mean."""
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     hidden = model.model(**given, use_cache=False).last_hidden_state
     counts, weight, head = batch["labels"] != -100, model.lm_head.weight, model.lm_head.weight.detach() * 0.5
@@ -606,7 +607,7 @@ def of_teacher(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss", [of_model, of_teacher])
 def test_labelled_rows_alone(loss: Callable) -> None:
-    """No tensor as large as the hidden states of the batch is made for a loss of completions."""
+    """A loss of completions allocates no tensor as large as the batch's hidden states."""
     plain, batch = build("llama"), groups(prompts=1, rows=6, shared=100, own=14)
     ours = sharing(plain, options={})
     expected, found = step(plain, batch, loss), step(ours, batch, loss)
@@ -618,7 +619,8 @@ def test_labelled_rows_alone(loss: Callable) -> None:
 
 
 def test_masks_that_a_gpu_needs_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU sdpa is asked for causality from the last key, without a mask of queries x keys; here torch makes it."""
+    """On a GPU sdpa gets causality aligned at the last key instead of a mask of queries x keys; here torch creates the
+    mask."""
     plain, batch = build("llama"), groups()
     expected, kinds = step(plain, batch), set()
     monkeypatch.setattr(backends, "is_causal_from_the_end", lambda q, block, reach: block.is_causal(reach))
@@ -659,7 +661,7 @@ def test_an_attention_without_masks_is_refused() -> None:
 
 @pytest.mark.parametrize("moved", [False, True], ids=["leaf", "moved"])
 def test_embeddings_that_want_a_gradient(moved: bool) -> None:
-    """Each row wants its own: nothing is shared. `moved`: by as much as is in a leaf, nothing yet."""
+    """Each row needs its own gradient, so nothing is shared. `moved`: by as much as a leaf holds, initially zero."""
     plain, batch = build("llama"), groups()
     ours, found = sharing(plain), []
     for model in (plain, ours):
@@ -676,7 +678,7 @@ def test_embeddings_that_want_a_gradient(moved: bool) -> None:
 
 
 def test_positions_that_a_model_makes_by_itself() -> None:
-    """A decoder that would number the one row's tokens in their order there."""
+    """A decoder that would number the one row's tokens by their order in it."""
     model = BartForCausalLM(BartConfig(vocab_size=99, d_model=16, decoder_layers=1, decoder_attention_heads=2))
     with pytest.raises(ValueError, match="makes its own position_ids"):
         seqtile.share_prefixes(model)

@@ -18,7 +18,7 @@ FULL = pytest.mark.full("of a product, of which every day has each value with ea
 
 
 def each_on_ranks(cases: list[tuple], counts: tuple[int, ...] = (1, 2, 4)) -> Callable:
-    """Cases that begin with their name and their kind of sequence, each on each number of ranks."""
+    """Cases that start with their name and kind of sequence, each on each number of ranks."""
     found = []
     for count in counts:
         every_day = on_ranks(count, cases)
@@ -30,7 +30,7 @@ def each_on_ranks(cases: list[tuple], counts: tuple[int, ...] = (1, 2, 4)) -> Ca
 
 @each_on_ranks(attention_cases())
 def test_attention(pool: Pool, i: int, case: tuple) -> None:
-    """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
+    """Loss and gradients for every kind of heads and of sequence; the number of all-to-alls."""
     pool.run(worker.attention, i, *case)
 
 
@@ -61,7 +61,7 @@ def reducers() -> Iterator:
 
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
 def test_reducers(pool: Pool, case: tuple) -> None:
-    """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
+    """Two groups of two ranks that accumulate batches with unequal numbers of labels, under every gradient reducer."""
     pool.run(steps.reducers, *case)
 
 
@@ -69,19 +69,19 @@ def test_reducers(pool: Pool, case: tuple) -> None:
 @OF_TWO
 @pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
 def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
-    """FSDP2 that casts parameters, and by its default the arguments of every layer."""
+    """FSDP2 that casts parameters and, by default, the arguments of every layer."""
     pool.run(mixed_precision.mixed_precision, i, *case)
 
 
 @OF_TWO
 @pytest.mark.parametrize("loss", [post_training.grpo, post_training.dpo, post_training.distillation])
 def test_post_training(pool: Pool, loss: Callable) -> None:
-    """Losses of policy gradients, of preferences and of distillation over documents packed in one row."""
+    """Losses of policy gradients, preferences and distillation over documents packed in one row."""
     pool.run(post_training.post_training, loss)
 
 
 def families() -> Iterator:
-    """Each family in turn with all kinds of sequence, with each way of checkpointing, on each number of ranks."""
+    """Each family in turn with all kinds of sequences, each way of checkpointing, and each number of ranks."""
     for count, *values in product((1, 2, 4), recurrences.FAMILIES, recurrences.SEQUENCES, recurrences.CHECKPOINTING):
         case = recurrences.Case(*values)
         marks = () if recurrences.every_day(count, case) else FULL
@@ -90,7 +90,8 @@ def families() -> Iterator:
 
 @pytest.mark.parametrize(("pool", "case"), list(families()), indirect=["pool"])
 def test_families(pool: Pool, case: recurrences.Case) -> None:
-    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends."""
+    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls, and bytes sent by the first
+    layer."""
     pool.run(recurrences.compared, case)
 
 
@@ -138,14 +139,14 @@ def test_kernels(pool: Pool, family: str) -> None:
 
 @OF_TWO
 def test_refusals(pool: Pool) -> None:
-    """Each on every rank, with nothing changed, and with none that waits for another."""
+    """Each on every rank, with nothing changed, and without a rank that waits for another."""
     pool.run(steps.refusals)
 
 
 @OF_TWO
 @pytest.mark.parametrize("name", misuse.MIXED_UP)
 def test_batches_that_are_not_the_shards_of_one(pool: Pool, name: str) -> None:
-    """Whole sequences, other samples, entries that were dropped: refused by every rank, and none waits."""
+    """Whole sequences, other samples, missing entries: refused by every rank, and none waits."""
     pool.run(misuse.mixed_up, name)
 
 
@@ -157,7 +158,7 @@ def test_batches_and_losses(pool: Pool, case: Callable[[], None]) -> None:
 
 @OF_TWO
 def test_batches_that_are_cut_twice(pool: Pool) -> None:
-    pool.run(misuse.cut_twice, leaves_traces=True)  # Accelerate's state
+    pool.run(misuse.cut_twice, leaves_traces=True)  # it leaves Accelerate's state
 
 
 @OF_TWO
@@ -169,7 +170,7 @@ def test_losses_that_are_not_reduced(pool: Pool, reentrant: bool | None) -> None
 @OF_FOUR
 @pytest.mark.parametrize("kind", ["sampler", "generator", "random state"])
 def test_loader(pool: Pool, kind: str) -> None:
-    """Ranks that draw different samples, two groups of two."""
+    """Ranks that draw different samples, in two groups of two."""
     pool.run(loading.epochs_of, kind)
 
 
@@ -181,7 +182,7 @@ def test_what_a_loader_says(pool: Pool, case: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("pool", [3], indirect=True)
 def test_a_rank_that_dies(pool: Pool) -> None:
-    """The others end with an error within the process group's time limit, and none waits for ever."""
+    """The others end with an error within the process group's time limit; none waits forever."""
     with pytest.raises(RankError) as raised:
         pool.run(steps.death)
     first, dead, last = re.split(r"^rank [12]: ", str(raised.value), flags=re.MULTILINE)
@@ -193,7 +194,7 @@ WITH_ADAPTER = pytest.mark.full("20 s; with an adapter all is done that is done 
 
 @pytest.fixture(scope="module")
 def one_process() -> Callable[[str], trainer.Run]:
-    """What Trainer does in one process."""
+    """Trainer's results in one process."""
     return cache(trainer.one_process)
 
 
@@ -207,7 +208,7 @@ def one_process() -> Callable[[str], trainer.Run]:
 )
 @pytest.mark.usefixtures("one_thread")
 def test_trainer(pool: Pool, size: int, name: str, one_process: Callable) -> None:
-    """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
+    """Three epochs that accumulate batches with uneven labels, also with PEFT; resumed in the middle of an epoch."""
     pool.run(trainer.train, one_process(name), size, name, leaves_traces=True)
 
 

@@ -1,4 +1,4 @@
-"""Whole batches, which are cut inside the model: by several real processes, against one."""
+"""Whole batches that are cut inside the model: several real processes against one."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,7 +19,7 @@ OF_FOUR_RANKS = [f"4-{name}*-packed, window" for name in ("few", "flex", "gqa")]
 @pytest.mark.full("below the cut all is as in test_attention", but=("2-gqa 4/2-p*", *OF_FOUR_RANKS, "1-gqa*-plain"))
 @each_on_ranks(attention_cases())
 def test_steps(pool: Pool, i: int, case: tuple) -> None:
-    """Loss and gradients, of every kind of heads and of sequence; how many collectives there are."""
+    """Loss and gradients for every kind of heads and of sequence; the number of collectives."""
     pool.run(whole.of_kind, i, *case)
 
 
@@ -28,7 +28,7 @@ def test_steps(pool: Pool, i: int, case: tuple) -> None:
 @pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
 @pytest.mark.parametrize("loss", whole.LOSSES)
 def test_losses_of_ones_own(pool: Pool, loss: Callable, options: dict | None) -> None:
-    """As they were written for one process."""
+    """Unchanged losses that were written for one process."""
     pool.run(whole.loss_of_ones_own, loss, options)
 
 
@@ -43,7 +43,7 @@ def test_batches(pool: Pool, case: Callable[[], None]) -> None:
 @OF_TWO
 @pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
 def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
-    """FSDP2 that casts parameters, and by its default the arguments of every layer."""
+    """FSDP2 that casts parameters and, by default, the arguments of every layer."""
     pool.run(mixed_precision.mixed_precision, i, *case, "whole")
 
 
@@ -59,20 +59,20 @@ def test_families(pool: Pool, family: str, kind: str) -> None:
 @pytest.mark.full("4 s each", but=("llama-zero2-layer*", "llama-zero3"))
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
 def test_reducers(pool: Pool, case: tuple) -> None:
-    """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
+    """Two groups of two ranks that accumulate batches with unequal numbers of labels, under every gradient reducer."""
     pool.run(steps.reducers, *case, "whole")
 
 
 @pytest.fixture(scope="module")
 def one_process() -> Callable:
-    """What TRL's trainers do in one process."""
+    """The results of TRL's trainers in one process."""
     return cache(trl_over_ranks.trained)
 
 
 def trainers() -> Iterator:
-    """Each of TRL's, plain, with an adapter whose base is the reference, and with seqtile's head and tiled MLPs."""
+    """Each TRL trainer: plain, with an adapter whose base is the reference, and with seqtile's head and tiled MLPs."""
     for count, name, how in product((2, 4), trl_over_ranks.CASES, trl_over_ranks.KINDS):
-        size = count if name == "kto" else 2  # whose loss has a mean over a process's batch, of two or more
+        size = count if name == "kto" else 2  # its loss has a mean over a process's batch of two or more
         every_day = (count, how, name) in trl_over_ranks.EVERY_DAY
         marks = () if every_day else pytest.mark.full("1 to 3 s each")
         yield pytest.param(count, size, name, how, marks=marks, id=f"{name}-{how}-{count}")
@@ -81,7 +81,7 @@ def trainers() -> Iterator:
 @pytest.mark.parametrize(("pool", "size", "name", "how"), list(trainers()), indirect=["pool"])
 @pytest.mark.usefixtures("one_thread")
 def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) -> None:
-    """Three updates of each trainer, with its reference model or teacher; what it logs, too."""
+    """Three updates of each trainer, with its reference model or teacher; also its logs."""
     pool.run(trl_over_ranks.over_ranks, one_process(name, how, None), size, name, how, leaves_traces=True)
 
 
@@ -91,7 +91,7 @@ def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) 
 @pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
 @pytest.mark.parametrize("model_type", [*images.MODELS, *images.VIDEOS])
 def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool) -> None:
-    """Several images, of unequal size, in rows of unequal number."""
+    """Several images of unequal size, in rows with unequal numbers of images."""
     pool.run(images.compared, model_type, options, frozen)
 
 
@@ -105,7 +105,7 @@ def test_images_are_dealt(pool: Pool, model_type: str) -> None:
 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 def test_balance_with_images(pool: Pool) -> None:
-    """A mixture's router logits, of a model of images and text."""
+    """The router logits of a mixture of experts with images and text."""
     pool.run(images.balanced)
 
 
@@ -130,7 +130,7 @@ IMAGE_REDUCERS = [("torch", "ddp"), ("torch", "fsdp2"), ("zero", "zero1"), ("zer
     indirect=["pool"],
 )
 def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
-    """What is inside of the text model, and the vision tower, projector and embeddings outside of it."""
+    """Weights inside the text model, and the vision tower, projector and embeddings outside it."""
     pool.run(images.reduced, "qwen2_5_vl", strategy, frozen)
 
 
@@ -141,7 +141,7 @@ def test_images_that_are_refused(pool: Pool) -> None:
 
 @OF_TWO
 def test_a_trainer_that_sees_one_of_two_ranks(pool: Pool) -> None:
-    """It would train wrong: nobody averages gradients."""
+    """It would train wrong, because nothing averages gradients."""
     pool.run(trl_over_ranks.unseen)
 
 
@@ -155,26 +155,26 @@ def test_refusals(pool: Pool) -> None:
 @pytest.mark.parametrize("sp_first", [False, True], ids=["shared first", "cut first"])
 @pytest.mark.parametrize("implementation", [None, "eager", "flash_attention_3", "flex_attention"])
 @pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
-def test_shared_beginnings(pool: Pool, options: dict | None, implementation: str | None, sp_first: bool) -> None:
-    """Rows that begin alike: the one row of them is what is cut."""
+def test_shared_prefixes(pool: Pool, options: dict | None, implementation: str | None, sp_first: bool) -> None:
+    """Rows that share prefixes: the one merged row is cut."""
     pool.run(prefixes.over_ranks, "llama", options, implementation, sp_first)
 
 
 @pytest.mark.full("the mechanism is one", but=("4-qwen3_next", "2-kimi_linear", "2-mamba2"))
 @pytest.mark.parametrize("family", recurrences.FAMILIES)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
-def test_shared_beginnings_of_families(pool: Pool, family: str) -> None:
+def test_shared_prefixes_of_families(pool: Pool, family: str) -> None:
     pool.run(prefixes.over_ranks, family, None, None, True)
 
 
 @OF_TWO
-def test_shared_beginnings_of_other_batches(pool: Pool) -> None:
+def test_shared_prefixes_of_other_batches(pool: Pool) -> None:
     pool.run(prefixes.other_batches)
 
 
 @pytest.mark.full("4 s each", but=("llama-fsdp2-whole",))
 @pytest.mark.parametrize("batches", ["alone", "whole"])
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
-def test_shared_beginnings_under_reducers(pool: Pool, case: tuple, batches: str) -> None:
-    """Under every reducer of gradients, without and with ranks that share sequences."""
+def test_shared_prefixes_under_reducers(pool: Pool, case: tuple, batches: str) -> None:
+    """Under every gradient reducer, with and without ranks that share sequences."""
     pool.run(steps.reducers, *case, batches, 3)

@@ -20,7 +20,7 @@ SAMPLES, EPOCHS, ACCUMULATE = 24, 3, 4
 
 
 class Documents(Dataset):
-    """Of unequal lengths, with prompts of very different lengths masked."""
+    """Documents of unequal lengths with masked prompts of very different lengths."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -51,7 +51,7 @@ class SequenceParallelTrainer(sp.SequenceParallelTrainerMixin, Trainer):
 
 
 class Recorded(TrainerCallback):
-    """The weights after every update."""
+    """Records the weights after every update."""
 
     def __init__(self) -> None:
         self.weights: list[torch.Tensor] = []
@@ -61,7 +61,7 @@ class Recorded(TrainerCallback):
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
-    """All that are trained, also of a model that ZeRO-3 holds in parts."""
+    """Returns all trained weights, also of a model that ZeRO-3 shards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gathered = nullcontext()
     if any(hasattr(parameter, "ds_id") for parameter in trained):
@@ -128,11 +128,11 @@ def evaluated_by_hand(model: nn.Module, batch_size: int, processes: int) -> floa
 
 
 Run = tuple[list[float], dict[int, float], torch.Tensor]
-"""Losses, evaluations by size of a batch, and the weights after each update."""
+"""Losses, evaluations by batch size, and the weights after each update."""
 
 
 def one_process(name: str) -> Run:
-    """What a process does that is no rank, for the ranks to compare with."""
+    """Returns the results of a process without ranks, for comparison."""
     with tempfile.TemporaryDirectory() as output:
         run, recorded = trainer(output, name, ACCUMULATE, None)
         run.train()
@@ -140,7 +140,7 @@ def one_process(name: str) -> Run:
 
 
 def train(expected: Run, size: int, name: str) -> None:
-    """Every update is that of one process, resumed in the middle of an epoch too."""
+    """Every update equals that of one process, also when resumed in the middle of an epoch."""
     ctx = context(size)
     losses, evaluated, weights = expected
     shared = [tempfile.mkdtemp()]
@@ -157,7 +157,7 @@ def train(expected: Run, size: int, name: str) -> None:
             found = evaluate(run, batch_size)
             assert abs(found / loss - 1) <= 1e-5, f"evaluated by {batch_size}: {found}, expected {loss}"
     resumed, again = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
-    resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # epochs have six updates
+    resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # an epoch has six updates
     check(again.weights, weights[8:], start, losses_of(resumed), losses)
 
 

@@ -1,4 +1,4 @@
-"""TRL's trainers on ranks that share sequences, against themselves in one process."""
+"""TRL's trainers on ranks that share sequences, against the same trainers in one process."""
 
 import math
 import tempfile
@@ -33,17 +33,17 @@ EVERY_DAY += [(2, "tiled", name) for name in ("sft-packed", "distillation")]
 CASES = TRL_CASES | {"dpo": (*TRL_CASES["dpo"][:2], {})}  # its other loss is a mean over a process's tokens
 Log = list[dict[str, float]]
 Run = tuple[Log, torch.Tensor, torch.Tensor]
-"""What was logged, how far the weights are from where they began after each update, and the norm of these."""
+"""The logs, the weights' distance from their start after each update, and their initial norm."""
 
 
 class Answers:
-    """In the place of sampling: completions that follow from where their prompts are among those of all processes."""
+    """Replaces sampling: a prompt's place among those of all processes determines its completion."""
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         completions = found[0] if isinstance(found, tuple) else found
         first = self.accelerator.process_index * len(prompt_ids)
-        first += 1000 * getattr(getattr(self, "sequence_parallel", None), "rank", 0)  # the group takes its first rank's
+        first += 1000 * getattr(getattr(self, "sequence_parallel", None), "rank", 0)  # the group uses its first rank's
         for i, ids in enumerate(completions):
             ids[:] = answer(self.state.global_step, first + i)
         return found
@@ -64,7 +64,7 @@ class Recorded(TrainerCallback):
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """One for all ranks."""
+    """One folder for all ranks."""
     with tempfile.TemporaryDirectory() as own:
         found = [own]
         if dist.is_initialized():
@@ -75,7 +75,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def loaded(model: nn.Module, folder: Path) -> nn.Module:
-    """A model as TRL wants it, which loads a reference model from where the model was."""
+    """A model as TRL expects it: TRL loads a reference model from the model's folder."""
     model.save_pretrained(folder)
     trl_trainers.tokenizer().save_pretrained(folder)
     if dist.is_initialized():
@@ -84,7 +84,7 @@ def loaded(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def trained(name: str, how: str, ctx: sp.SequenceParallel | None) -> Run:
-    """What a trainer logs in three steps, of two windows of two samples each, and the weights after each."""
+    """Returns a trainer's logs of three steps, each of two windows of two samples, and the weights after each step."""
     kind, documents, options = CASES[name]
     torch.manual_seed(7)
     rows, model, teacher = documents(), gentle("llama"), gentle("llama")
@@ -121,7 +121,7 @@ def over_ranks(expected: Run, size: int, name: str, how: str) -> None:
     assert len(moved) == len(moves) == STEPS
     for step, (mine, their) in enumerate(zip(moved, moves, strict=True)):
         error = (mine - their).norm() / their.norm()
-        rounding = 1.2e-7 * norm / their.norm()  # of weights, of which the moves are differences
+        rounding = 1.2e-7 * norm / their.norm()  # of the weights; the changes are their differences
         assert their.norm() > 0 and error <= 3e-5 + rounding, f"update {step} is {error:.1e} off"
     for our, their in zip(ours, theirs, strict=False):
         for key in [key for key in their if not key.endswith(CLOCKS) and key != "total_flos"]:

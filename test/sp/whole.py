@@ -1,4 +1,4 @@
-"""What a rank does to compare whole batches, which are cut inside the model, with one process's."""
+"""Code of a rank that compares whole batches, which are cut inside the model, with one process."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -30,7 +30,8 @@ Batch = dict[str, Tensor]
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """The collectives inside, but all-to-alls: how many of each, and the bytes of all-gathers and all-reduces."""
+    """Counts the collectives inside, except all-to-alls: the number of each, and the bytes of all-gathers and
+    all-reduces."""
     found, functions = dict.fromkeys(COLLECTIVES, 0), {name: getattr(dist, name) for name in COLLECTIVES}
     found["gathered bytes"] = found["reduced bytes"] = 0
 
@@ -55,7 +56,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def of_kind(i: int, case: str, kind: str, arch: str, shape: dict, **options: object) -> None:
-    """A step with the model's own loss, `options` applied: its loss, all gradients, and what ranks tell each other."""
+    """A step with the model's own loss and `options` applied: its loss, all gradients, and the ranks' communication."""
     install()
     ctx = context()
     torch.manual_seed(i)
@@ -77,12 +78,12 @@ def of_kind(i: int, case: str, kind: str, arch: str, shape: dict, **options: obj
     assert collectives["all_gather"] == 1 + layout, "hashes and shapes, positions, and a mask"
     assert collectives["all_reduce"] == 1, "the loss"
     assert_same_step(loss, many, expected, f"{case}, {kind}")
-    if case.split()[0] not in WRAPPED:  # which stand in for a GPU's
+    if case.split()[0] not in WRAPPED:  # they replace a GPU's
         generated(one, many, batch["input_ids"][:1, :9])
 
 
 def generated(one: nn.Module, many: nn.Module, prompt: Tensor) -> None:
-    """The same words, while a model is cut and after it."""
+    """The same words, while a model is cut and afterwards."""
     words = [model.eval().generate(prompt, max_new_tokens=3, do_sample=False) for model in (one, many)]
     assert words[0].equal(words[1])
 
@@ -111,7 +112,7 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def both_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's, and one that reads its logits in several ways."""
+    """The model's loss, and one that reads its logits in several ways."""
     output, counts = model(**batch), batch["attention_mask"]
     sharpness = (output.logits.softmax(-1).square().sum(-1) * counts).mean()
     return output.loss + 0.01 * (counts * output.logits.float().logsumexp(-1).square()).mean() + sharpness
@@ -122,7 +123,7 @@ def all_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def hidden_states(model: nn.Module, batch: Batch) -> Tensor:
-    """Those of all layers, read by what needs all tokens, and a slice of them."""
+    """Hidden states of all layers, read by a function that needs all tokens, and a slice of them."""
     found = model.model(**inputs_of(batch), use_cache=False, output_hidden_states=True).hidden_states
     counts = batch["attention_mask"][..., None]
     return sum((each.pow(2) * counts).cumsum(1).mean() for each in found) + found[1][:, -3:].std()
@@ -137,7 +138,7 @@ def preferences(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def chosen_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    """Log-probabilities and entropies of the tokens that count, taken out by a mask."""
+    """Log-probabilities and entropies of the tokens that a mask selects."""
     counts = batch["labels"][:, 1:] != -100
     hidden, labels = hidden_of(model, batch)[:, :-1][counts], batch["labels"][:, 1:][counts]
     outputs = {"outputs": ("entropy", "is_largest"), "ignore_index": None}
@@ -163,7 +164,7 @@ def weighted(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def distillation(model: nn.Module, batch: Batch) -> Tensor:
-    """From hidden states of a teacher that every rank has whole, and from its k likeliest tokens."""
+    """From hidden states of a teacher that every rank has whole, and from its k most likely tokens."""
     hidden, weight, mask = hidden_of(model, batch), model.lm_head.weight, batch["labels"] != -100
     torch.manual_seed(5)
     teacher, head = torch.randn(hidden.shape), torch.randn(weight.shape)
@@ -174,14 +175,14 @@ def distillation(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def values(model: nn.Module, batch: Batch) -> Tensor:
-    """A head of few outputs on the tokens that count, normalised before, and what all of them have in common."""
+    """A head with few outputs on selected tokens, which are normalised first, with a value computed from all tokens."""
     hidden = hidden_of(model, batch)[batch["labels"] != -100]
     found = F.linear(F.layer_norm(hidden, hidden.shape[-1:]), model.lm_head.weight[:5]) * torch.linspace(0, 1, 5)
     return (found - found.mean(0)).square().mean() + 0.1 * found.softmax(-1).amax(-1).mean()
 
 
 def weighed(model: nn.Module, batch: Batch) -> Tensor:
-    """Hidden states times what was read of logits, and of all hidden states."""
+    """Hidden states multiplied by values read from logits and from all hidden states."""
     output = model(**inputs_of(batch), output_hidden_states=True)
     hidden, counts = output.hidden_states[-1], batch["attention_mask"][..., None]
     sharpness = output.logits.softmax(-1).amax(-1, keepdim=True)
@@ -190,7 +191,7 @@ def weighed(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def of_one_token(model: nn.Module, batch: Batch) -> Tensor:
-    """Dimensions counted from the front, of a token and of a row."""
+    """Dimensions counted from the front, of one token and of one row."""
     logits, hidden = model(**inputs_of(batch)).logits, hidden_of(model, batch)
     one, row = hidden[1, -1], hidden[1]
     assert one.argmax(0).dim() == 0 and row.argmax(1).shape == row.shape[:1]
@@ -199,7 +200,7 @@ def of_one_token(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def fed_back(model: nn.Module, batch: Batch) -> Tensor:
-    """Hidden states that the text model is given as embeddings, and a norm that was computed under a checkpoint."""
+    """Hidden states that the text model gets as embeddings, and a norm computed in a checkpoint."""
     ids = batch["input_ids"][1:]
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     again = model.model(inputs_embeds=torch.cat([hidden * 0.5, hidden[:, -3:]], 1), use_cache=False).last_hidden_state
@@ -208,7 +209,7 @@ def fed_back(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def of_gradients(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss that has the gradient of another in it, as a number."""
+    """A loss that uses the gradient of another loss as a number."""
     hidden = hidden_of(model, batch)
     [gradient] = torch.autograd.grad(
         (hidden.pow(2) * batch["attention_mask"][..., None]).sum(), hidden, retain_graph=True
@@ -242,7 +243,7 @@ def by_one(loss_of: Callable[..., Tensor], model: nn.Module, batch: Batch) -> tu
 
 
 def loss_of_ones_own(loss_of: Callable[..., Tensor], options: dict | None) -> None:
-    """A loss that was written for one process, without a change."""
+    """An unchanged loss that was written for one process."""
     ctx, one, batch = context(), build("llama", num_key_value_heads=4), padded_batch()
     many = copy.deepcopy(one)
     expected = by_first_rank(by_one, loss_of, one, batch)
@@ -255,7 +256,7 @@ def loss_of_ones_own(loss_of: Callable[..., Tensor], options: dict | None) -> No
 
 
 def classification() -> None:
-    """A head of few words behind the text model, which takes the last token of each row."""
+    """A head with few outputs after the text model, on the last token of each row."""
     ctx, batch = context(), padded_batch()
     batch["labels"] = torch.tensor([1, 0])
     one = LlamaForSequenceClassification(config_of("llama", num_labels=3)).train()
@@ -268,7 +269,7 @@ def classification() -> None:
 
 
 def short() -> None:
-    """Fewer tokens than ranks have room for: some have none, and all of them go on."""
+    """Fewer tokens than the ranks have room for: some ranks have none, and all of them continue."""
     ctx = context()
     for length in (3, 5, 9):
         one = build("llama")
@@ -284,7 +285,7 @@ def short() -> None:
 
 
 def read() -> None:
-    """What is gathered when it is read, and not before: shapes and types cost nothing, a slice costs itself."""
+    """Values are gathered only when they are read: shapes and dtypes cost nothing, a slice costs only itself."""
     ctx, model, batch = context(), build("llama").eval(), padded_batch()
     whole = by_first_rank(lambda: model(**inputs_of(batch)).logits.detach())
     counts = batch["attention_mask"].bool()
@@ -316,13 +317,13 @@ def read() -> None:
 
 
 def sent_bytes() -> None:
-    """What a step sends: by formula, with the model's loss and with log-probabilities."""
+    """The bytes that a step sends, by formula, with the model's loss and with log-probabilities."""
     ctx, model, (rows, length) = context(), build("llama", num_key_value_heads=4), (2, 37)
     ids = torch.randint(3, 200, (rows, length))
     local = -(-length // ctx.size)
     sp.apply_ulysses(model, ctx, batches="whole")
     seqtile.apply_seqtile(model, chunk_tokens=11, check=False)
-    of_batch = 8 * 8 + 8 * rows * local  # what ranks compare, and positions
+    of_batch = 8 * 8 + 8 * rows * local  # compared between ranks, and positions
     of_heads = (4 + 2 * 4 + 4) * 12 * 4 * (ctx.size - 1) // ctx.size  # q, k and v there, the output back; to others
     nothing, layers = dict.fromkeys((*COLLECTIVES, "gathered bytes", "reduced bytes"), 0), 2
 
@@ -345,7 +346,7 @@ def sent_bytes() -> None:
 
 
 def live_bytes() -> None:
-    """A rank's peak is that of a step whose batch was cut before the model, and the whole ids and labels besides."""
+    """A rank's peak is that of a step whose batch was cut before the model, plus the whole ids and labels."""
     ctx, length = context(), 4096
     ids = torch.randint(3, 200, (1, length))
     batch, peaks = {"input_ids": ids, "labels": ids}, {}
@@ -360,13 +361,13 @@ def live_bytes() -> None:
             loss = model(**given, use_cache=False).loss
             (loss if batches == "whole" else sp.reduce_loss(loss, ctx)).backward()
         peaks[batches] = live.peak
-    integers = 10 * 8 * length  # of whole sequences: ids, labels, positions, of whom each token is, and their hashes
-    # A collective may hold its buffers a little longer; hidden states of all tokens would be 17 % more.
+    integers = 10 * 8 * length  # for whole sequences: ids, labels, positions, the owner of each token, and their hashes
+    # A collective may hold its buffers a little longer; hidden states of all tokens would add 17 %.
     assert peaks["whole"] <= 1.1 * peaks["cut"] + integers, peaks
 
 
 def refused() -> None:
-    """By name, on every rank, and none waits; what was there stays."""
+    """By name, on every rank, and none waits; nothing changes."""
     ctx, batch = context(), padded_batch()
     for model_type, (fields, _) in steps.NOT_SPREAD.items():
         config = CONFIG_MAPPING[model_type](**fields)

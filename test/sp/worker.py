@@ -1,4 +1,4 @@
-"""What a rank does to compare attention over the ranks with one process's."""
+"""Code of a rank that compares attention over ranks with one process."""
 
 import copy
 from typing import Any, NamedTuple
@@ -17,17 +17,18 @@ from support.tiny import build, checkpointing, loss_and_gradients
 
 
 class Spread(NamedTuple):
-    """What was counted of a step over the ranks."""
+    """The counts of a step over the ranks."""
 
     model: nn.Module
     forward: int
-    """All-to-alls."""
+    """The number of all-to-alls."""
     backward: int
     recomputes: bool
 
 
 def compared(i: int, case: str, kind: str, arch: str, shape: dict, **options: object) -> Spread:
-    """The i-th case's step in one process and over the ranks, there with `options` applied: same loss and gradients."""
+    """Computes the i-th case's step in one process and over ranks, there with `options`, and compares loss and
+    gradients."""
     install()
     ctx = context()
     torch.manual_seed(i)
@@ -51,7 +52,7 @@ def compared(i: int, case: str, kind: str, arch: str, shape: dict, **options: ob
 
 
 def attention(i: int, *case: Any, **options: object) -> None:
-    """Loss and gradients of a kind of heads and of sequence; two all-to-alls a layer and direction."""
+    """Loss and gradients for a kind of heads and of sequence; two all-to-alls per layer and direction."""
     spread = compared(i, *case, **options)
     layers = spread.model.config.num_hidden_layers
     assert spread.forward == 2 * layers, f"{spread.forward} all-to-alls in the forward"
@@ -64,20 +65,21 @@ def layer_in_chunks(i: int, *case: Any) -> None:
 
 
 def whole_layer(i: int, name: str, kind: str, arch: str, shape: dict, groups: int | str | None, repeats: bool) -> None:
-    """The same with whole layers tiled, attention by groups of heads: each group is sent before it is waited for."""
+    """The same with whole layers tiled and attention by groups of heads: the next group is sent before waiting for the
+    last."""
     size = context().size
     spread = compared(i, name, kind, arch, shape, layer=True, head_groups=groups)
     config = spread.model.config
     found = groups_of(spread.model.model.layers[0].self_attn, groups, size) or 1
     if not repeats and config.num_attention_heads // found >= size:  # else ranks share a head's queries
         attentions = found * config.num_hidden_layers
-        once = 2 if found == 1 else 3  # back and there; for groups there once more
+        once = 2 if found == 1 else 3  # there and back; with groups once more there
         assert spread.forward == 2 * attentions, f"{spread.forward} all-to-alls in the forward"
         assert spread.backward == (once + 2 * spread.recomputes) * attentions, f"{spread.backward} in the backward"
 
 
 def axes() -> None:
-    """Multimodal positions [3, B, S]: an image of 16 tokens in the text, its embeddings merged already."""
+    """Multimodal positions [3, B, S]: an image of 16 tokens in the text, with its embeddings already merged."""
     ctx = context()
     one = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=QWEN2_VL, vision_config={"depth": 1})).train()
     batch = batch_of_kind("plain")

@@ -1,5 +1,5 @@
-"""Triton kernels and their twins in plain PyTorch, without autograd; and the arguments of the row kernel of
-cross-entropy: numbers that every row of a call shares, and vectors."""
+"""Triton kernels and eager versions of them in plain PyTorch, without autograd; and the arguments of the cross-entropy
+kernel: numbers that all rows of a call share, and vectors."""
 
 from typing import NamedTuple
 
@@ -18,27 +18,27 @@ class LossOptions(NamedTuple):
 
     @property
     def used(self) -> tuple[bool, bool, bool, bool]:
-        """Which of the first four change anything: what is off is compiled away."""
+        """Whether each of the first four options changes anything. The compiler removes the code of unused options."""
         return self.logit_scale != 1, self.softcap > 0, self.temperature != 1, self.label_smoothing > 0
 
 
 class RowVectors(NamedTuple):
-    """Vectors that a call reads or, if they are given, **writes**; contiguous."""
+    """Vectors that a call reads or, if given, **writes**; contiguous."""
 
     bias: torch.Tensor | None = None
     """[V], any of the three dtypes."""
     class_weight: torch.Tensor | None = None
     """[V] float32."""
     lse: torch.Tensor | None = None
-    """[C] float32, **written**: log-sum-exp of the logits."""
+    """[C] float32, **written**: the log-sum-exp of the logits."""
     entropy: torch.Tensor | None = None
-    """[C] float32, **written**: the entropy of their softmax."""
+    """[C] float32, **written**: the entropy of the softmax."""
     predicted: torch.Tensor | None = None
-    """[C] int64, **written**: the index of the largest."""
+    """[C] int64, **written**: the index of the largest logit."""
     mean: torch.Tensor | None = None
     """[C] float32, **written**: the mean of the logits."""
     squares: torch.Tensor | None = None
-    """[C] float32, **written**: the sum of the squares of their softmax."""
+    """[C] float32, **written**: the sum of the squared probabilities."""
     row_scale: torch.Tensor | None = None
     """[C] float32; None for ones."""
     lse_scale: torch.Tensor | None = None

@@ -1,9 +1,9 @@
-"""Row-wise cross-entropy with its gradient, in Triton.
+"""Row-wise cross-entropy and its gradient, in Triton.
 
-One program takes one row of products hidden W' and reads it twice: once for the log-sum-exp by the online softmax
-(Milakov and Gimelshein, arXiv:1805.02867), in float32, together with whatever else is asked of the row, once to write
-the gradient over it. Every thread has a maximum and sums of its own, which meet once, at the end of the row: no thread
-waits for another inside a loop. Options that are off cost nothing: they are compiled away.
+One program takes one row of products hidden W' and reads it twice. The first pass computes the log-sum-exp by the
+online softmax (Milakov and Gimelshein, arXiv:1805.02867) in float32, and the requested statistics. The second pass
+overwrites the row with its gradient. Every thread keeps its own maximum and sums until the end of the row, so no thread
+waits for another inside a loop. The compiler removes unused options.
 """
 
 import torch
@@ -13,18 +13,18 @@ import triton.language as tl
 from seqtile.kernels import LossOptions, RowVectors
 
 NUM_WARPS = 8
-THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum
-COLUMNS = 8  # of a thread in a step: 16 bytes of half precision
+THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64 threads, two threads share a maximum
+COLUMNS = 8  # per thread and step: 16 bytes in half precision
 BLOCK = {"THREADS": THREADS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
-LOG2E = tl.constexpr(1.4426950408889634)  # exp by exp2, which flushes to zero what is below 2**-126: tl.exp does not,
-# which takes three instructions more.
-SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of -inf alone does not make -inf - -inf
+LOG2E = tl.constexpr(1.4426950408889634)  # for exp by exp2, which flushes results below 2**-126 to zero; tl.exp keeps
+# them, with three more instructions.
+SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of only -inf does not compute -inf - -inf
 
 
 @triton.jit
 def _tanh(x):
-    """Computes tanh in float32, to 3e-7 relative: near 0, where 1 - exp would cancel, its Taylor polynomial up to
-    x**9."""
+    """Computes tanh in float32, to 3e-7 relative. Near 0, where 1 - exp would cancel, it uses the Taylor polynomial up
+    to x**9."""
     magnitude = tl.abs(x)
     decay = tl.exp2(magnitude * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
@@ -39,7 +39,7 @@ def _logits(
     row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the logits of `columns`, if MASKED -inf beyond the row's end, and their slope: that of the cap alone."""
+    """Returns the logits of `columns` (if MASKED, -inf beyond the row's end) and the slope of the soft cap."""
     mask = columns < vocab if MASKED else None
     x = tl.load(row_ptr + columns, mask=mask).to(tl.float32)
     if SCALED:
@@ -65,7 +65,7 @@ def _add_step(
     MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SUMMED: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns every thread's statistics [THREADS] with what the step at `start` adds to them."""
+    """Returns every thread's statistics [THREADS], updated with the step at `start`."""
     columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x, _ = _logits(
         row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, SCALED, CAPPED, TEMPERED
@@ -102,12 +102,13 @@ def _statistics(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SUMMED: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, of one row's logits x, the largest, sum(exp(x - largest)), entropy, the sum of squares of their softmax,
-    the index of the largest, and sums of class_weight and of class_weight * x. What is not asked for is meaningless."""
+    """Returns statistics of one row's logits x: the largest, sum(exp(x - largest)), the entropy, the sum of squared
+    probabilities, the index of the largest, sum(class_weight) and sum(class_weight * x). Those not requested are
+    undefined."""
     largest = tl.full([THREADS], SMALLEST, tl.float32)
     nothing = tl.full([THREADS], 0.0, tl.float32)
-    total, sum_exp_shifted, squares = nothing, nothing, nothing  # of e = exp(x - largest), of e (x - largest), of e e
-    by_column = tl.full([THREADS, COLUMNS], 0.0, tl.float32)  # sums over columns that Triton 3.7 cannot do in a loop
+    total, sum_exp_shifted, squares = nothing, nothing, nothing  # of e = exp(x - largest), e (x - largest) and e e
+    by_column = tl.full([THREADS, COLUMNS], 0.0, tl.float32)  # column sums that Triton 3.7 cannot compute inside a loop
     weights, weighted = by_column, by_column
     predicted = tl.full([THREADS], 0, tl.int32)
     whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
@@ -148,7 +149,7 @@ def _write_gradient(
     MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SMOOTHED: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of one step of a row; `softmax_coef` is what exp(x - row_max) is multiplied by."""
+    """Writes the gradient of one step of a row. `softmax_coef` multiplies exp(x - row_max)."""
     first, in_thread = tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
     columns = start + first[:, None] + in_thread[None, :]
     mask = columns < vocab if MASKED else None
@@ -157,7 +158,7 @@ def _write_gradient(
     )
     difference = x - row_max
     exponentials = tl.exp2(difference * LOG2E)
-    is_target = in_thread[None, :] == (label - start - first)[:, None]  # so that each thread compares with constants
+    is_target = in_thread[None, :] == (label - start - first)[:, None]  # each thread compares with constants
     gradient = exponentials * softmax_coef - tl.where(is_target, target_coef, 0.0)
     if SMOOTHED and class_weight_ptr is not None:
         gradient -= class_coef * tl.load(class_weight_ptr + columns, mask=mask)
@@ -171,7 +172,7 @@ def _write_gradient(
 
 @triton.jit
 def _store(values_ptr, row, value, in_range):
-    """Stores a value of a row where it is wanted, NaN if the row's target is none."""
+    """Stores a row's value if requested; NaN if the row's target is invalid."""
     if values_ptr is not None:
         tl.store(values_ptr + row, tl.where(in_range, value, float("nan")))
 
@@ -189,7 +190,7 @@ def _cross_entropy_kernel(
     target = tl.load(target_ptr + row)
     in_range = (target >= 0) & (target < vocab)
     label = tl.where(in_range, target, 0).to(tl.int32)
-    # Read before the reductions: their barriers keep every thread's read ahead of the writes at the end.
+    # Read this before the reductions: their barriers keep every thread's read ahead of the writes at the end.
     target_logit, _ = _logits(
         row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, False, SCALED, CAPPED, TEMPERED
     )
@@ -199,7 +200,7 @@ def _cross_entropy_kernel(
         entropy_ptr is not None or entropy_scale_ptr is not None, squares_ptr is not None, predicted_ptr is not None,
         THREADS, COLUMNS,
     )  # fmt: skip
-    # Kept apart where digits matter: x - row_max is nearly exact, x - lse has lost those below lse's own.
+    # Keep row_max and log_sum apart: x - row_max is nearly exact, x - lse loses the digits below those of lse.
     row_sum = tl.where(in_range, row_sum, float("nan"))
     log_sum = tl.log(row_sum)
     lse = row_max + log_sum
@@ -256,7 +257,7 @@ def cross_entropy_(
 ) -> None:
     """Launches the kernel, see `dispatch.cross_entropy_`."""
     given = [vector for vector in (target, losses, *vectors) if vector is not None]
-    assert vectors.mean is None or vectors.class_weight is None  # the sum that it is made of is weighted
+    assert vectors.mean is None or vectors.class_weight is None  # mean is computed from `weighted`, a weighted sum
     assert logits.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = logits.shape
     numbers = vocab, *options, *options.used, write_grad

@@ -1,8 +1,8 @@
 """Chooses between Triton and PyTorch.
 
-The Triton kernels run on a GPU's tensors, their eager twins on all others. There are two exceptions: without Triton the
-eager twins run on every device, and in Triton's interpreter (`TRITON_INTERPRET=1`) the kernels run on CPU tensors too,
-so that tests need no GPU.
+The Triton kernels run on a GPU's tensors, the eager versions on all others. There are two exceptions: without Triton,
+the eager versions run on every device; and in Triton's interpreter (`TRITON_INTERPRET=1`) the kernels also run on CPU
+tensors, so that tests need no GPU.
 """
 
 from typing import Any
@@ -35,12 +35,12 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # gelu_tanh: Hugging Face's gelu_pytorch_ta
 
 
 def triton_serves(tensor: torch.Tensor) -> bool:
-    """Returns whether the Triton kernels, rather than their eager twins, run on `tensor`."""
+    """Returns whether the Triton kernels, rather than the eager versions, run on `tensor`."""
     return triton is not None and (tensor.is_cuda or (triton.knobs.runtime.interpret and not tensor.is_meta))
 
 
 def run(name: str, tensor: torch.Tensor, *args: Any) -> None:
-    """Runs the kernel of this name, or its eager twin, on the tensor's device. In a simulation (FakeTensor) it does
+    """Runs the kernel `name`, or its eager version, on the tensor's device. In a simulation (FakeTensor) it does
     nothing."""
     if not isinstance(tensor, FakeTensor):
         function = getattr(PROGRAMS[name] if triton_serves(tensor) else eager, name)
@@ -63,18 +63,18 @@ def cross_entropy_(
     """Computes the cross-entropy of every row of a chunk of products hidden W', and writes its gradient over them.
 
     Args:
-        logits: [C, V] float32, bfloat16 or float16, last dimension contiguous: products, which `options` and `bias`
-            make logits. **Destroyed**: with `write_grad` it holds afterwards the gradient of
+        logits: [C, V] float32, bfloat16 or float16, last dimension contiguous: products, from which `options` and
+            `bias` make logits. **Destroyed** with `write_grad`: it then holds the gradient of
             sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies) with respect to the capped logits'
-            argument, times `temperature`: what is left to multiply is logit_scale / temperature (for the bias,
-            1 / temperature). Without, it is as it was.
-        target: [C] int64. A row whose target lies outside [0, V) is poisoned with NaN; nothing out of bounds is read.
+            argument, times `temperature`. The caller still has to multiply it by logit_scale / temperature (for the
+            bias, by 1 / temperature). Without `write_grad` it does not change.
+        target: [C] int64. A row whose target is outside [0, V) is filled with NaN; nothing out of bounds is read.
         losses: [C] float32, **written**: with w = class_weight and s = label_smoothing,
             (1 - s) w[target] (lse - x[target]) + s / V * sum(w (lse - x)) + z_loss * lse**2.
         vectors: the fields of `RowVectors`.
 
-    Vectors are contiguous. Moves C * V elements (3 * C * V with the gradient); allocates nothing (the eager twin: some
-    blocks of rows of 1 MiB).
+    Vectors are contiguous. Moves C * V elements (3 * C * V with the gradient); allocates nothing (the eager version:
+    some blocks of rows of 1 MiB).
     """
     opaque = torch.compiler.is_compiling() or isinstance(logits, FakeTensor) or logits.is_meta
     call = torch.ops.seqtile.cross_entropy_ if opaque else _cross_entropy_
@@ -88,7 +88,7 @@ def _cross_entropy_(
     run("cross_entropy_", logits, target, losses, options, vectors, write_grad)
 
 
-# The same, opaque to torch.compile and to simulations: a call that writes what it is given and allocates nothing.
+# Custom ops are opaque to torch.compile and simulations: each writes its arguments and allocates nothing.
 torch.library.custom_op(
     "seqtile::cross_entropy_",
     _cross_entropy_,
@@ -115,58 +115,58 @@ def divergence_(
     """Computes the divergence of every row of two chunks of products, and writes its gradients over them.
 
     Args:
-        student, teacher: [C, V] each, any of the three dtypes, last dimension contiguous: products, which `options` and
-            biases make logits. **Destroyed** where `write` says so: the chunk holds afterwards the gradient of
+        student, teacher: [C, V] each, any of the three dtypes, last dimension contiguous: products, from which
+            `options` and `biases` make logits. **Destroyed** if `write` is True: the chunk then holds the gradient of
             sum(row_scale * losses) with respect to the capped logits' argument, times `temperature`.
         losses: [C] float32, **written**.
-        beta: 0 for KL(teacher, student), 1 for KL(student, teacher), between them their Jensen-Shannon divergence.
-        options: what makes logits of each head's products; of one temperature.
-        biases: [V] of each head, any of the three dtypes.
+        beta: 0 for KL(teacher, student), 1 for KL(student, teacher), between them the Jensen-Shannon divergence.
+        options: of each head, with one temperature.
+        biases: [V] for each head, any of the three dtypes.
         entropy: [C] float32, **written**: the entropy of the student's softmax.
         row_scale: [C] float32; None for ones.
         write: whether to write the student's gradient, and the teacher's.
 
-    Vectors are contiguous. Reads 6 * C * V elements with gradients, 4 without, and writes what is asked for; allocates
-    nothing (the eager twin: some blocks of rows of 1 MiB).
+    Vectors are contiguous. Reads 6 * C * V elements with gradients, 4 without, and writes the requested values.
+    Allocates nothing (the eager version: some blocks of rows of 1 MiB).
     """
     run("divergence_", student, teacher, losses, beta, options, biases, entropy, row_scale, write)
 
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Computes act(gate) * up in float32, and writes it over `gate`, which is returned.
+    """Computes act(gate) * up in float32, writes it over `gate`, and returns `gate`.
 
     Args:
         gate, up: [C, M] of one dtype, last dimension contiguous. `gate` is **destroyed**.
         activation: one of `ACTIVATIONS`.
 
-    Moves 3 * C * M elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
+    Moves 3 * C * M elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
     """
     run("gated_activation_", gate, up, activation)
     return gate
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
-    """Computes the backward of act(gate) * up in place, and the product again on the way.
+    """Computes the backward of act(gate) * up in place, and recomputes the product.
 
     Args:
         gate, up, d_product: [C, M] of one dtype, last dimension contiguous. All three are **destroyed**: afterwards
             `gate` holds d_gate, `up` holds d_up, and `d_product` holds the product act(gate) * up.
         activation: one of `ACTIVATIONS`.
 
-    Moves 6 * C * M elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
+    Moves 6 * C * M elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
     """
     run("gated_activation_backward_", gate, up, d_product, activation)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
-    """Computes x / sqrt(mean(x**2) + eps) * weight of every row in float32, **written** to `out`, which is returned.
+    """Computes x / sqrt(mean(x**2) + eps) * weight of every row in float32, writes it to `out`, and returns `out`.
 
     Args:
-        x, out: [C, W], or [C, H, W] of which every head is a row; last dimension contiguous. `out` may be `x`, and may
-            have another dtype.
+        x, out: [C, W], or [C, H, W] with every head as a row; last dimension contiguous. `out` is **written**; it may
+            be `x`, and may have another dtype.
         weight: [W], contiguous, any of the three dtypes.
 
-    Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
+    Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
     """
     run("rms_norm", x, weight, eps, out)
     return out
@@ -182,16 +182,16 @@ def rms_norm_backward(
     add: torch.Tensor | None = None,
     d_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the gradient of `rms_norm`'s x, plus `add`, **written** to `out`, which is returned and may be `d_y`,
+    """Computes the gradient of `rms_norm`'s x, plus `add`, writes it to `out`, and returns `out`, which may be `d_y`,
     `add` or `x`.
 
     Args:
-        x, weight, eps: as in `rms_norm`. d_y, out: of x's shape, in any dtype and strides that `rms_norm` takes.
-        add: [C, W], where x is [C, W]; last dimension contiguous.
-        d_weight: [W] float32; the gradient of the weight is **added** there.
+        x, weight, eps: as in `rms_norm`. d_y, out: x's shape, any dtype and strides that `rms_norm` accepts.
+        add: [C, W], only if x is [C, W]; last dimension contiguous.
+        d_weight: [W] float32; the gradient of the weight is **added** to it.
 
-    Moves 3 * C * H * W elements, 4 with `add`; allocates for the weight's a few hundred rows of W float32 (the eager
-    twin: some blocks of rows of 1 MiB).
+    Moves 3 * C * H * W elements, 4 with `add`. For the weight's gradient allocates a few hundred rows of W float32 (the
+    eager version: some blocks of rows of 1 MiB).
     """
     assert add is None or (add.shape == x.shape and x.ndim == 2)
     run("rms_norm_backward", x, weight, eps, d_y, out, add, d_weight)
@@ -199,13 +199,13 @@ def rms_norm_backward(
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
-    """Turns every head of x by the angles of its token, or with `backward` a gradient back; in place.
+    """Rotates every head of x by the angles of its token, in place; with `backward`, rotates a gradient back.
 
     Args:
         x: [C, H, K], K even, last dimension contiguous. **Destroyed**, and returned.
         cos, sin: [C, K], last dimension contiguous; any of the three dtypes.
 
-    Moves 2 * C * H * K elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
+    Moves 2 * C * H * K elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
     """
     run("rotary_", x, cos, sin, backward)
     return x

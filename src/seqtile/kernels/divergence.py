@@ -1,8 +1,8 @@
-"""Row-wise divergence of two softmaxes over one vocabulary, with its gradients, in Triton.
+"""Row-wise divergence of two softmaxes over one vocabulary, and its gradients, in Triton.
 
-One program takes one row of products of each head and reads both three times: for their log-sum-exps, for the
-divergence, and to write the gradients over them. What the two distributions are compared by is their log-probabilities,
-of which the largest logit has been taken off before: so equal rows have a divergence of 0 to float32's precision.
+One program takes one row of products of each head and reads both three times: for the log-sum-exps, for the divergence,
+and to write the gradients over the rows. It compares log-probabilities after subtracting the largest logit, so that
+equal rows have a divergence of 0 to float32's precision.
 """
 
 import torch
@@ -13,7 +13,7 @@ from seqtile.kernels import LossOptions
 from seqtile.kernels.cross_entropy import BLOCK, LOG2E, _logits, _statistics
 
 FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-TINY = tl.constexpr(2.0**-126)  # the smallest that Triton takes for a float32
+TINY = tl.constexpr(2.0**-126)  # the smallest number that Triton accepts as a float32
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _probabilities(
     columns, vocab, row_ptr, bias_ptr, scale, softcap, temperature, row_max, log_sum,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """Returns probabilities of `columns`, their logarithms, and the slope of the cap."""
+    """Returns the probabilities of `columns`, their logarithms, and the slope of the soft cap."""
     x, slope = _logits(row_ptr, bias_ptr, columns, vocab, scale, softcap, temperature, True, SCALED, CAPPED, TEMPERED)
     logp = x - row_max - log_sum
     return tl.exp2(logp * LOG2E), logp, slope
@@ -29,8 +29,8 @@ def _probabilities(
 
 @triton.jit
 def _terms(p, logp, q, logq, beta, KIND: tl.constexpr):
-    """Returns of every word log(p / m) and log(q / m), m being what a distribution is compared with: the other one, or
-    their mixture. 0 where the distribution itself is 0, and so counts for nothing."""
+    """Returns log(p / m) and log(q / m) for every word, where m is what a distribution is compared with: the other one
+    or the mixture. 0 where the distribution itself is 0."""
     if KIND == MIXED:
         logm = tl.log(tl.maximum((1.0 - beta) * p + beta * q, TINY))
         return tl.where(p > 0, logp - logm, 0.0), tl.where(q > 0, logq - logm, 0.0)
@@ -106,7 +106,7 @@ def _store_gradients(
     student_place, teacher_place, mask, p, p_term, student_sum, q, q_term, teacher_sum, beta, s_scale, t_scale,
     KIND: tl.constexpr, STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of both rows' capped logits, or of one."""
+    """Writes the gradients of the capped logits of one or both rows."""
     if KIND == FORWARD:
         d_student, d_teacher = p - q, q * (q_term - teacher_sum)
     elif KIND == REVERSE:

@@ -1,6 +1,6 @@
-"""The kernels in plain PyTorch: what runs on a CPU, and wherever Triton is not installed.
+"""The kernels in plain PyTorch, for CPUs and for machines without Triton.
 
-Each function does what the one of the same name in `dispatch.py` documents.
+`dispatch.py` documents each function under the same name.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 
 from seqtile.kernels import LossOptions, RowVectors
 
-BLOCK_BYTES = 2**20  # a float32 copy of some rows, so that its passes stay in a core's cache
+BLOCK_BYTES = 2**20  # a float32 copy of some rows, small enough for a core's cache
 
 
 def cross_entropy_(
@@ -119,7 +119,8 @@ def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:
 def logits_of(
     products: torch.Tensor, bias: torch.Tensor | None, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """float32 logits of products, [C, V] or some columns of these, and the slope of their cap, None without one."""
+    """Returns float32 logits of products, [C, V] or some of their columns, and the slope of the soft cap (None without
+    cap)."""
     x = products.float() * options.logit_scale
     if bias is not None:
         x += bias
@@ -150,7 +151,7 @@ def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: 
 
 
 def _sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """s = sigmoid(v) and v' of the activation gate * s; see `gated_activation.py`."""
+    """Returns s = sigmoid(v) and v' of the activation gate * s, see `gated_activation.py`."""
     if activation == "silu":
         return gate.sigmoid(), 1.0
     root = 2 * math.sqrt(2 / math.pi)

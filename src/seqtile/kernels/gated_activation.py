@@ -1,20 +1,20 @@
-"""act(gate) * up and its backward, in Triton: element-wise, float32 inside, in place.
+"""act(gate) * up and its backward, in Triton: element-wise, in place, computed in float32.
 
-Both activations are gate * s with s = sigmoid(v(gate)), so that d act / d gate = s * (1 + gate * (1 - s) * v'(gate)):
-SiLU with v(x) = x; GELU by tanh with v(x) = 2 sqrt(2 / pi) (x + 0.044715 x**3), since (1 + tanh(u)) / 2 = sigmoid(2 u).
+Both activations are gate * s with s = sigmoid(v(gate)), so that d act / d gate = s * (1 + gate * (1 - s) * v'(gate)).
+SiLU has v(x) = x. GELU by tanh has v(x) = 2 sqrt(2 / pi) (x + 0.044715 x**3), because (1 + tanh(u)) / 2 = sigmoid(2 u).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # columns a program
-NUM_WARPS = 4  # 8 columns a thread: one 16-byte access in half precision
+BLOCK = 1024  # columns per program
+NUM_WARPS = 4  # 8 columns per thread: one 16-byte access in half precision
 
 
 @triton.jit
 def _sigmoid(gate, GELU: tl.constexpr):
-    """s and v' of the activation."""
+    """Returns s and v' of the activation."""
     slope = 1.0
     inner = gate
     if GELU:

@@ -1,6 +1,6 @@
-"""RMSNorm and its backward in Triton: x / rms(x) * weight, float32 inside.
+"""RMSNorm and its backward in Triton: x / rms(x) * weight, computed in float32.
 
-Rows of heads, [C, H, K], are normed as rows of K, where they lie. Source: Zhang & Sennrich, arXiv:1910.07467.
+Heads [C, H, K] are normed in place, as rows of K elements. Source: Zhang & Sennrich, arXiv:1910.07467.
 """
 
 from functools import cache
@@ -9,23 +9,24 @@ import torch
 import triton
 import triton.language as tl
 
-# Untuned on a GPU: 16 elements a thread, in blocks of up to 512 threads, compile without spills.
-ELEMENTS = 4096  # of a block, unless a row has more
-# Blocks of so many warps that a multiprocessor holds at a time in the backward: each goes over many rows, with a sum of
-# weight gradients of its own.
+# Untuned on a GPU: 16 elements per thread, in blocks of up to 512 threads, compile without spills.
+ELEMENTS = 4096  # per block, unless a row has more
+# The number of blocks, by warps, that one multiprocessor holds in the backward. Each block goes over many rows and sums
+# their weight gradients.
 RESIDENT = {8: 3, 16: 1}
 
 
 @triton.jit
 def token_and_head(row, heads):
-    """Returns both of a row (int32, which divides faster) in int64: times a stride either may pass 2**31."""
+    """Returns the token and the head of a row as int64: times a stride either may exceed 2**31. int32 rows divide
+    faster."""
     return (row // heads).to(tl.int64), (row % heads).to(tl.int64)
 
 
 @triton.jit
 def _scale(x, is_row, width, eps):
-    """Returns 1 / rms of rows; 1 of those past the last, all zero, as 0 * inf would reach the sum of d_weight with eps
-    0."""
+    """Returns 1 / rms of rows. Returns 1 for the all-zero rows past the last: with eps 0, 0 * inf would reach the sum
+    of d_weight."""
     return tl.rsqrt(tl.where(is_row, tl.sum(x * x, 1) / width + eps, 1.0))[:, None]
 
 
@@ -67,7 +68,7 @@ def _rms_norm_backward_kernel(
         normed = x * scale
         if d_weight_ptr is not None:
             d_weight += d_normed * normed
-        # In every round again, out of the cache: held in registers, it would push those of wide rows out.
+        # Load the weight in every round, from the cache: in registers it would displace wide rows.
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         d_normed *= weight[None, :]
         d_x = scale * (d_normed - normed * (tl.sum(d_normed * normed, 1) / width)[:, None])
@@ -106,7 +107,7 @@ def rms_norm_backward(
     assert x_strides[-1] == d_strides[-1] == out_strides[-1] == add_strides[-1] == 1
     heads = heads[0] if heads else 1
     rows, block = tokens * heads, _block(width)
-    # Each at least two blocks: of few rows programs also go on to further ones.
+    # At least two blocks of rows per program, so that with few rows programs also loop.
     programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // (2 * block["ROWS"])))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
     strides = *x_strides[:2], *d_strides[:2], add_strides[0], *out_strides[:2]
@@ -123,5 +124,5 @@ def _block(width: int) -> dict[str, int]:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """Returns a GPU's number of them; Triton's interpreter runs one program after the other."""
+    """Returns a GPU's number of multiprocessors; 1 in Triton's interpreter, which runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,7 +1,7 @@
-"""Rotary embedding and its backward in Triton: every head of a token turned by the token's angles, in place.
+"""Rotary embedding and its backward in Triton: rotates every head of a token by the token's angles, in place.
 
-x cos + turned(x) sin, where turned(x1, x2) = (-x2, x1) for the halves of a head; backwards, the transpose of that.
-Source: Su et al., arXiv:2104.09864, in the form of halves that Hugging Face's models have.
+x cos + turned(x) sin, where turned(x1, x2) = (-x2, x1) for the halves of a head; the backward applies the transpose.
+Source: Su et al., arXiv:2104.09864, with the halves of Hugging Face's models.
 """
 
 from functools import cache
@@ -12,9 +12,9 @@ import triton.language as tl
 
 from seqtile.kernels.rms_norm import token_and_head
 
-# Untuned on a GPU; chosen of what compiles without spills at any number of heads.
-ELEMENTS = 1024  # a program, of each half of its heads
-NUM_WARPS = 4  # 8 columns a thread: one 16-byte access in half precision
+# Untuned on a GPU; one of the sizes that compile without spills for any number of heads.
+ELEMENTS = 1024  # per program, of each half of its heads
+NUM_WARPS = 4  # 8 columns per thread: one 16-byte access in half precision
 
 
 @triton.jit(do_not_specialize=["rows"])

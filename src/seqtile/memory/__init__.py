@@ -1,9 +1,9 @@
-"""The memory model: what a training step will need, and how long a sequence may be, before it runs.
+"""The memory model: predicts before a run how much memory a training step needs, and how long a sequence may be.
 
     plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
 
-Imports neither torch nor transformers, and so answers at once. `simulate`, which is imported separately, runs the code
-of a model type without a formula on tensors without data.
+It imports neither torch nor transformers, and so answers at once. `simulate`, which is imported separately, handles
+model types without a formula: it runs their code on tensors without data.
 """
 
 from collections.abc import Iterator
@@ -26,31 +26,31 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = Fal
 
     Args:
         config: a Hugging Face config, a dict of one, the path of a config.json, or a name in `memory.KNOWN`.
-        seq_len: tokens of a sequence, over all the GPUs that share it.
-        batch_size: sequences at a time; with `shared_tokens`, completions of one prompt, 2 or more.
+        seq_len: tokens per sequence, over all the GPUs that share it.
+        batch_size: sequences per step; with `shared_tokens`, completions of one prompt, 2 or more.
         evaluate: predict an evaluation between two steps instead: `model.eval()` under `torch.no_grad()`, reading only
-            the loss. With an untiled loss it counts the cache that a model's config asks for; under Trainer, whose
-            `use_cache` is False, there is none.
+            the loss. With an untiled loss this includes the cache that the model's config enables. Trainer sets
+            `use_cache` to False, so there it has no cache.
         setup: the fields of `memory.Setup`, such as gpus, sequence_parallel, zero_stage, tiles, offload.
 
-    It counts tensors as torch allocates them, 1 GiB for CUDA and 1 GiB for NCCL. It does not count what the allocator
-    loses to fragmentation, the temporaries of an unfused optimizer, and FSDP2's padding if the number of GPUs does not
-    divide the widths (up to a tenth). Every layer is checkpointed, and attention is FlashAttention-2. Source: Arctic
-    Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
+    The plan counts tensors as torch allocates them, 1 GiB for CUDA and 1 GiB for NCCL. It does not count memory lost to
+    fragmentation, the temporaries of an unfused optimizer, and FSDP2's padding if the number of GPUs does not divide
+    the widths (up to a tenth). It assumes that every layer is checkpointed and that attention is FlashAttention-2.
+    Source: Arctic Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
 
-    Raises ValueError for impossible lengths, sizes and names; TypeError for a name that is no field of Setup.
+    Raises ValueError for impossible lengths, sizes and names; TypeError for an unknown field of Setup.
     """
     return Formula(shape_of(config), evaluate).predict(setup_of(setup), seq_len, batch_size)
 
 
 def longest(config: Any, *, batch_size: int = 1, evaluate: bool = False, **setup: Any) -> Longest:
-    """Returns the longest sequence that fits, from `plan`'s arguments without `seq_len`; a multiple of the GPUs that
-    share it."""
+    """Returns the longest sequence that fits, a multiple of the number of GPUs that share it. Takes `plan`'s arguments
+    except `seq_len`."""
     return Formula(shape_of(config), evaluate).longest(setup_of(setup), batch_size)
 
 
 class Formula(Predictor):
-    """The memory of a model of this shape, by `Step`; with `evaluate` that of an evaluation."""
+    """The memory of a model of this shape, computed by `Step`; with `evaluate`, of an evaluation."""
 
     def __init__(self, shape: Shape, evaluate: bool = False):
         self.shape, self.notes, self.evaluate = shape, shape.notes, evaluate
@@ -92,14 +92,14 @@ class Formula(Predictor):
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
-    """Yields the longest sequence as more and more features are turned on.
+    """Yields the longest sequence for more and more features.
 
-    First only checkpointing; then the tiled loss, sequence parallelism, the tiled MLP, offloaded activations, and both;
-    with the tiled MLP also with Liger's norms. Source of this order: Arctic Long Sequence Training, table 1. If seqtile
-    tiles such layers, then all of these except Liger with the layer tiled; and with groups of heads, if the GPUs leave
-    heads to group.
+    First only checkpointing; then also the tiled loss, sequence parallelism, the tiled MLP, offloaded activations, and
+    the last two together; the tiled MLP also with Liger's norms. This is the order of table 1 in Arctic Long Sequence
+    Training. If seqtile tiles such layers, then all of these except Liger with whole layers tiled, and with groups of
+    heads if the GPUs leave heads to group.
 
-    `setup` applies to all rows. Tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
+    `setup` applies to all rows. tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
     those of the last row, "auto" by default."""
     groups = setup.pop("head_groups", None) or "auto"
     formula, given = Formula(shape_of(config)), setup_of(setup)

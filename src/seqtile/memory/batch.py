@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Batch(NamedTuple):
-    """Sequences of one length, the first `shared` tokens of which are the same in all and computed once."""
+    """Sequences of one length whose first `shared` tokens are equal and computed once."""
 
     rows: int
     seq_len: int
@@ -14,29 +14,30 @@ class Batch(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Tokens that are not shared, of all sequences."""
+        """Tokens of all sequences that are not shared."""
         return self.rows * (self.seq_len - self.shared)
 
     @property
     def tokens(self) -> int:
-        """Tokens that a GPU computes."""
+        """Tokens that one GPU computes."""
         if not self.shared:
             return -(-self.seq_len // self.gpus) * self.rows
         return -(-(self.shared + self.own) // self.gpus)
 
     @property
     def given(self) -> int:
-        """Tokens of the sequences as the model is given them."""
+        """Tokens of the sequences as the model gets them."""
         return self.rows * self.seq_len
 
     @property
     def labelled(self) -> int:
-        """Tokens that have labels, on the GPU with most of them: of what sequences share, none."""
+        """Tokens with labels, on the GPU with most of them. Shared tokens have none."""
         return min(self.tokens, self.own) if self.shared else self.tokens
 
     def calls(self) -> list[tuple[int, int]]:
-        """Returns the tokens of queries, and of keys, of each call of FlashAttention: what sequences share, then one
-        after the other, as many to a call as leave it no more keys than all calls have queries."""
+        """Returns the numbers of queries and keys of each FlashAttention call. The first call computes the shared
+        tokens. Each further call takes as many sequences as possible without more keys than all calls together have
+        queries."""
         most = self.tokens * self.gpus
         found = [(self.shared, self.shared)]
         for _ in range(self.rows):

@@ -1,4 +1,5 @@
-"""The features that save memory, in the order of their cost; and what predicts a step's memory with them."""
+"""The features that save memory, in the order of their cost, and the interface that predicts a step's memory with
+them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ class Feature(NamedTuple):
     changes: dict[str, Any]
     """Fields of a `Setup`."""
     words: str = ""
-    """Its name in the output of `fit`, which leaves out features without one."""
+    """The feature's name in the output of `fit`, which omits features without one."""
     cost: str = ""
 
 
@@ -29,7 +30,7 @@ FEATURES = {
 
 
 def with_features(setup: Setup, *names: str) -> Setup:
-    """Returns the setup with these features on; what is already offloaded stays offloaded."""
+    """Returns the setup with these features enabled. Parts that are already offloaded stay offloaded."""
     for name in names:
         changes = FEATURES[name].changes
         setup = replace(setup, **changes | {"offload": (*changes.get("offload", ()), *setup.offload)})
@@ -37,21 +38,21 @@ def with_features(setup: Setup, *names: str) -> Setup:
 
 
 def apply_options(setup: Setup) -> dict[str, Any]:
-    """Returns the options of `apply_seqtile` that are not its defaults."""
+    """Returns the options of `apply_seqtile` that differ from its defaults."""
     options: dict[str, Any] = {} if "mlp" in setup.tiles else {"mlp": False}
     options |= {"layer": True} if "layer" in setup.tiles else {}
     return options | ({"head_groups": setup.head_groups} if setup.head_groups else {})
 
 
 def simulation_refusal(setup: Setup) -> str | None:
-    """Says why steps of a setup are not simulated, see `simulate`, which needs torch."""
+    """Says why steps of a setup cannot be simulated, see `simulate`, which needs torch; None if they can."""
     if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens or setup.accumulate:
         return "it is simulated only for one GPU, without LoRA, autocast, offload, accumulation and shared tokens"
     return None
 
 
 class Predicted(NamedTuple):
-    """What a simulated step needs; by formula it is a `Plan`, which has these too."""
+    """The memory of a simulated step. A formula returns a `Plan`, which has the same fields."""
 
     gpu_bytes: float
     bound: str | None
@@ -63,34 +64,34 @@ class Longest:
     """The longest sequence that fits."""
 
     tokens: int
-    """0 if not even a token for every GPU of a sequence fits."""
+    """0 if not even one token per GPU of a sequence fits."""
     bound: str
-    """The memory that a longer one would not fit in."""
+    """The memory that a longer sequence would exceed."""
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens, bound by {self.bound}"
 
 
 class Predictor(Protocol):
-    """The memory of the steps of one model, by formula or by simulation."""
+    """Predicts the memory of one model's steps, by formula or by simulation."""
 
     notes: list[str]
 
     def refusal(self, name: str, setup: Setup) -> str | None:
-        """Says why a feature cannot be had besides this setup."""
+        """Says why a feature cannot be added to this setup; None if it can."""
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
         """Predicts a step. Raises ValueError for an impossible one."""
 
     def longest(self, setup: Setup, batch_size: int) -> Longest:
-        """Returns the longest sequence that fits, a multiple of the GPUs that share it; longer than what a batch
-        shares."""
+        """Returns the longest sequence that fits: a multiple of the number of GPUs that share it, and longer than the
+        shared prefix."""
         size = setup.sequence_parallel
 
-        def bound(tokens: int) -> str | None:  # of a GPU
+        def bound(tokens: int) -> str | None:  # per GPU
             return self.predict(setup, tokens * size, batch_size).bound
 
-        least, too_many = setup.shared_tokens // size, 2**40 // size  # which is nobody's length
+        least, too_many = setup.shared_tokens // size, 2**40 // size  # longer than any sequence
         most = least
         while too_many - most > 1:
             middle = (most + too_many) // 2

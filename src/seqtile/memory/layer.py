@@ -1,16 +1,16 @@
-"""The bytes alive while a layer is recomputed and differentiated, at each moment at which they may peak.
+"""Counts the bytes alive while a layer is recomputed and differentiated, at each moment at which memory may peak.
 
-`test/memory/test_against_simulation.py` holds them against every allocation of simulated steps, to 5 %. The sums follow
-Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
-float32, and dk and dv for every query head where heads share keys. What waits outside of the layer is in `step`. All in
-bytes of one GPU, for its tokens. Every layer is checkpointed, and keeps its input alone between forward and backward.
+`test/memory/test_against_simulation.py` compares the counts with every allocation of simulated steps, to 5 %. The sums
+follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in float32,
+and dk and dv for every query head if heads share keys. `step` counts tensors outside of the layer. All numbers are
+bytes of one GPU, for its tokens. Every layer is checkpointed and keeps only its input between forward and backward.
 
-A layer is run in one of two ways, and each has moments of its own, in the order of its backward:
+A layer runs in one of two ways, each with its own moments, in the order of its backward:
 
     its MLP tiled, or nothing    MLP > norm after > norm before MLP > attention > norm before attention
     tiled as a whole             MLP, norms included > attention, group by group > projections > norm before attention
 
-An evaluation records nothing for a backward, and peaks in attention, the MLP or a norm.
+An evaluation saves nothing for a backward, and peaks in attention, the MLP or a norm.
 """
 
 from collections.abc import Iterator
@@ -22,39 +22,39 @@ from seqtile.rules import default_chunk_tokens, heads_of_rank, number_of_groups
 
 
 class Alive(NamedTuple):
-    """A moment: what is computed then, and the bytes alive for it by what they are for."""
+    """A moment: what is computed then, and the bytes alive, by purpose."""
 
     name: str
     done: int = 0
-    """Parameters that have their gradients: of the layer, in its moments."""
+    """The number of parameters whose gradients exist; in a layer's moments, of that layer."""
     attention: int = 0
     mlp: int = 0
     norms: int = 0
     loss: int = 0
     gradients: int = 0
-    """Gradients besides those of the parameters that are done."""
+    """Bytes of gradients other than those of the `done` parameters."""
 
 
 class ModuleBytes(NamedTuple):
     """The bytes of a norm or an MLP."""
 
     kept: int
-    """From its forward to its backward, besides its output (and its input, if it is Liger's norm)."""
+    """From its forward to its backward, without its output (and, for Liger's norm, without its input)."""
     backward: int
-    """At the peak of its backward, gradients and what was kept included."""
+    """At the peak of its backward, including gradients and `kept`."""
     evaluated: int
-    """At the peak of a forward that records nothing, besides its input; of an MLP in chunks with its output."""
+    """At the peak of a forward without autograd, without its input; for an MLP in chunks, with its output."""
 
 
 def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
-    """Returns the tokens of a chunk, of more in the MLP of a mixture."""
+    """Returns the tokens per chunk; the MLP of a mixture of experts has more."""
     sparsity = shape.experts / shape.experts_per_token if mlp and shape.experts else 1
     return setup.chunk_tokens or default_chunk_tokens(shape.hidden, sparsity)
 
 
 def planned_groups(shape: Shape, setup: Setup) -> int | None:
-    """Returns the number of groups of kv heads; None if all attend at once. Raises ValueError if it does not divide
-    them; or if it leaves a GPU without a kv head of its own in a group, which can run but has no formula here."""
+    """Returns the number of groups of kv heads; None if all attend at once. Raises ValueError if the groups do not
+    divide the kv heads, or leave a GPU without its own kv head in a group (which can run but has no formula here)."""
     heads, ranks = shape.kv_heads, setup.sequence_parallel
     groups = number_of_groups(heads, setup.head_groups, ranks)
     if groups is not None:
@@ -67,10 +67,10 @@ def planned_groups(shape: Shape, setup: Setup) -> int | None:
 
 def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, bool]:
     """Returns the bytes of the queries and of the keys that attention reads on the GPU with most of them, and whether
-    heads share keys there."""
+    query heads share keys there."""
     size = setup.sequence_parallel
     a_head = tokens * size * shape.head_dim * setup.bytes
-    if size > shape.heads:  # GPUs share the queries of a head
+    if size > shape.heads:  # GPUs share a head's queries
         return a_head // (size // shape.heads), a_head, False
     shares = (heads_of_rank(rank, size, shape.heads, shape.kv_heads) for rank in range(size))
     heads, kv_heads = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
@@ -78,7 +78,7 @@ def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, bool
 
 
 class Layer:
-    """A decoder layer on a GPU, tiled as `setup` says where its tokens are more than a chunk."""
+    """A decoder layer on a GPU, tiled as `setup` says if it has more tokens than a chunk."""
 
     def __init__(self, shape: Shape, setup: Setup, batch: Batch):
         self.shape, self.setup, self.batch = shape, setup, batch
@@ -89,25 +89,25 @@ class Layer:
         self.hidden = tokens * shape.hidden * setup.weight_bytes
         """Bytes of a tensor of hidden states."""
         self.cast = tokens * shape.hidden * setup.bytes
-        """Bytes of one that products read or make; it is a copy under autocast."""
+        """Bytes of hidden states that a matrix product reads or writes; under autocast a copy."""
         self.q, self.kv, grouped = head_shares(shape, setup, tokens)
         self.qkv = self.q + 2 * self.kv
         self.lse = tokens * shape.heads * FLOAT
-        """Bytes of attention's log-sum-exp that wait for its backward."""
+        """Bytes of attention's log-sum-exp, kept for the backward."""
         workspace = self.q * FLOAT // setup.bytes + (2 * self.q if grouped else 0) + self.lse
         self.attention = self.q + self.qkv + workspace
         """Bytes that attention's backward adds: gradients of the output and of q, k, v; the workspace."""
         if batch.shared:
             self.attention, self.lse = self._calls_again(grouped), 0
         self.output = tokens * shape.q * setup.bytes if setup.sequence_parallel > 1 else 0
-        """Bytes of attention's output for this GPU's tokens, where that is not what attention itself returned."""
+        """Bytes of attention's output for this GPU's tokens, if it is a separate tensor."""
         self.groups = planned_groups(shape, setup)
         self.final_norm = self.norm(shape.hidden, stream=True, chunked="layer" in setup.tiles)
 
     def _calls_again(self, grouped: bool) -> int:
-        """Returns the bytes that the backward of attention in several calls adds: gradients of the output; those of
-        keys and values in float32; of the calls that are through gradients of queries. Of one that is computed again:
-        its keys, values and output, all gradients, the workspace."""
+        """Returns the bytes that the backward of attention in several calls adds: gradients of the output; float32
+        gradients of keys and values; gradients of queries for the finished calls; and for the call being recomputed its
+        keys, values and output, all gradients, and the workspace."""
         size, everything, most, through = self.setup.bytes, self.tokens * self.batch.gpus, 0, 0
         for queries, keys in self.batch.calls():
             q, lse = (whole * queries // everything for whole in (self.q, self.lse * self.batch.gpus))
@@ -123,34 +123,34 @@ class Layer:
 
     @property
     def cached(self) -> int:
-        """Bytes of the weights that autocast copied and caches until the forward ends; tiled parts cache none."""
+        """Bytes of the weight copies that autocast caches until the forward ends; tiled parts cache none."""
         if not self.setup.full or self.tiled:
             return 0
         return self.setup.cast(self.shape.attention_parameters + (0 if self.tiled_mlp else self.shape.mlp_parameters))
 
     def norm(self, width: int, stream: bool = False, chunked: bool = False) -> ModuleBytes:
-        """Returns the bytes of a norm over `width` elements a token, of the residual stream or of what a product made;
-        computed `chunked` it keeps what Liger's does."""
+        """Returns the bytes of a norm over `width` elements per token, of the residual stream (`stream`) or of a
+        product's output. If it is `chunked`, it keeps as much as Liger's norm."""
         arch, elements = self.shape.arch, self.tokens * width
         size = self.setup.weight_bytes if stream else self.setup.bytes
         if chunked or self.setup.liger:
-            in_place = not chunked and not arch.norm_after  # Liger's then writes over its gradient
+            in_place = not chunked and not arch.norm_after  # Liger's norm then overwrites its gradient
             return ModuleBytes(elements * size, elements * size * (2 if in_place else 3), elements * size)
         centred = arch.norm == "layer"
-        weighted = size if arch.norm == "rms" else FLOAT  # an element of what the weight multiplies
-        kept = FLOAT * (1 + centred) + weighted * self.setup.full  # the input in float32, centred too
-        copied = size < FLOAT or not stream  # its input; besides gradients of it, of its square
+        weighted = size if arch.norm == "rms" else FLOAT  # of an element that the weight multiplies
+        kept = FLOAT * (1 + centred) + weighted * self.setup.full  # the input in float32, also centred
+        copied = size < FLOAT or not stream  # its input; in addition gradients of the input and of its square
         return ModuleBytes(elements * kept, elements * FLOAT * (5 + copied + centred), elements * FLOAT * 2)
 
     def _untiled(self) -> Iterator[Alive]:
-        """Yields the moments of a layer whose MLP may be tiled. The gradient of what a branch is added to is alive
+        """Yields the moments of a layer whose MLP may be tiled. The gradient of the residual stream is alive
         throughout."""
         arch, shape, setup, hidden = self.shape.arch, self.shape, self.setup, self.hidden
         chunked = self.tiled_mlp
         norm, norm_after = (self.norm(shape.hidden, stream) for stream in (True, False))
         mlp, in_mlp = self._mlp(chunked), shape.mlp_parameters
-        # Kept from forward to backward, in the order of the forward. The norm before attention keeps the layer's input,
-        # which is counted where it waits, or a copy of it in float32.
+        # The following is kept from forward to backward, in the order of the forward. The norm before attention keeps
+        # the layer's input, which is counted elsewhere, or a float32 copy of it.
         copied = self.inputs(1 if "qkv" in arch.merged else 3)
         if arch.norm_before:
             copied += norm.kept - (hidden if setup.liger or setup.weight_bytes == FLOAT else 0)
@@ -158,7 +158,7 @@ class Layer:
             copied = 0
         of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
         adapters = (1 if "qkv" in arch.merged else 3) * self._adapter(shape.hidden)
-        merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # what the values are a slice of
+        merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # the values are a slice of it
         weights = setup.cast(shape.attention_parameters)
         inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
         projected = inside + self.output + self._adapter(shape.q)
@@ -166,9 +166,9 @@ class Layer:
         attention = projected + after
         inputs = self.cast if chunked and setup.autocast else self.inputs(1 if "gate_up" in arch.merged else 2)
         norms = hidden + (0 if arch.parallel else norm.kept * arch.norm_before + inputs)
-        if not setup.full:  # what an adapter adds, twice in float32, before that is added
+        if not setup.full:  # an adapter's output, twice in float32, before it is added
             added = self.cast + 2 * self.tokens * shape.hidden * FLOAT
-            if setup.autocast:  # in half; its input in float32 once, queries and keys, and what they were projected of
+            if setup.autocast:  # in half precision; float32: its input, queries, keys, and their input
                 rotated = 0 if setup.liger else self.q + self.kv
                 added = 4 * self.cast + (self.q + rotated) * FLOAT // setup.bytes + hidden
             yield Alive("adapter after attention", attention=projected + added, norms=hidden)
@@ -179,29 +179,30 @@ class Layer:
             yield Alive("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
         if arch.norm_before and not arch.parallel:
             yield Alive("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
-        if self.batch.shared:  # the output of several calls is saved by what reads it alone
+        if self.batch.shared:  # only its consumer saves the output of several calls
             inside -= self.q
         yield Alive("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
         if arch.norm_before:
             yield Alive("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
 
     def _tiled(self) -> Iterator[Alive]:
-        """Yields the moments of a layer that is tiled as a whole: only attention has the length of the sequence.
+        """Yields the moments of a layer that is tiled as a whole: only attention's tensors have the length of the
+        sequence.
 
-        With groups of heads, queries, keys, values, their gradients and workspace exist for one group at a time;
-        attention's output is kept of all, and let go of group by group. The gradient of the input of the MLP's part is
-        alive throughout. From the first group on, the gradient of the projections' input is alive too.
+        With groups of heads, queries, keys, values, their gradients and workspace exist for one group at a time.
+        Attention's output is kept for all groups and freed group by group. The gradient of the MLP part's input is
+        alive throughout; after the first group, so is the gradient of the projections' input.
         """
         shape, size, hidden = self.shape, self.setup.bytes, self.hidden
         count = self.groups or 1
-        kept = self.q + self.lse  # of attention's output, by all groups
-        # MLP: attention's output by groups is gathered for a chunk; when all chunks are done the sums are rounded.
+        kept = self.q + self.lse  # attention's output, for all groups
+        # MLP: attention's output by groups is gathered for a chunk; after all chunks the sums are rounded.
         chunks = self.chunk * (3 * (shape.mlp + shape.hidden) + (shape.q if count > 1 else 0)) * size
         chunks += self.setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
         sums = self._sums(shape.mlp_parameters)
-        waiting = self.output + (self.qkv if self.groups is None else 0)  # groups compute them again
+        waiting = self.output + (self.qkv if self.groups is None else 0)  # groups recompute q, k, v
         yield Alive("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
-        # Attention. Where GPUs share a sequence, a group is sent and arriving while another is computed.
+        # Attention. If GPUs share a sequence, one group is sent and another received while a third is computed.
         after, before = shape.mlp_parameters + shape.hidden * shape.q, shape.hidden * (shape.q + 2 * shape.kv)
         sums = self._sums(before)
         raw = self.q + self.kv if self.groups is not None and shape.arch.head_norm else 0  # before the norms of heads
@@ -210,11 +211,11 @@ class Layer:
         local = self.output if self.groups is not None else 0
         sent = (self.qkv + projected) // count if local else 0
         decoded = self.setup.decoded(2 * shape.hidden * (shape.q + shape.kv))
-        for past in range(min(count, 3)):  # groups that are through; the last ones are like the third
+        for past in range(min(count, 3)):  # finished groups; all later ones equal the third
             held = 0 if self.batch.shared else kept - self.q * past // count  # which several calls do not save
             alive = held + group + local * (count - 1 - past) // count + decoded
             alive += sent * ((past > 0) + (past < count - 1))
-            begun = past > (sent > 0)  # gradients are on their way for one group longer
+            begun = past > (sent > 0)  # gradients are in transit for one group longer
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
             yield Alive(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
         width = (shape.q + 2 * shape.kv) // count
@@ -224,18 +225,18 @@ class Layer:
         yield Alive("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)
 
     def evaluated(self) -> Iterator[Alive]:
-        """Yields the moments of a forward that records nothing. Two tensors are alive throughout: the first layer's
-        input, which the model holds, and this layer's input."""
+        """Yields the moments of a forward without autograd. Two tensors are alive throughout: the first layer's input,
+        which the model holds, and this layer's input."""
         shape, setup, given = self.shape, self.setup, 2 * self.hidden
         if self.tiled:
-            # Beside an untiled loss there is a cache, with which heads are not computed in groups.
+            # An untiled loss implies a cache, with which heads are not computed in groups.
             chunk, count = self.chunk * setup.bytes, self.groups if self.groups and "loss" in setup.tiles else 1
             group = self.q + (self.qkv + self.lse) // count
-            if setup.sequence_parallel > 1:  # the next group arrives; what attention returned is sent, and arrives
+            if setup.sequence_parallel > 1:  # the next group arrives; attention's output is sent and received
                 group = (self.q * (max(count, 2) + 1) + self.qkv * (3 if count > 1 else 1)) // count
-            if self.batch.shared:  # what each of several calls returns, and the whole of it
+            if self.batch.shared:  # each call's output, and the whole output
                 group = max(group, (self.qkv + self.kv + 2 * self.q) // count + self.q * (count > 1))
-            group += self.cast if count > 1 else chunk * shape.hidden  # groups share what was normed
+            group += self.cast if count > 1 else chunk * shape.hidden  # groups share the normed input
             group += setup.decoded(shape.hidden * (shape.q + 2 * shape.kv))
             yield Alive("attention", attention=group, norms=given)
             chunks = chunk * (2 * shape.mlp + shape.hidden + (shape.q if count > 1 else 0))
@@ -248,8 +249,8 @@ class Layer:
         yield Alive("MLP", mlp=self._mlp(self.tiled_mlp).evaluated, norms=given + self.hidden + normed)
 
     def _evaluated_attention(self) -> int:
-        """Returns the bytes of attention in such a forward: the most of its output projection, what is sent to other
-        GPUs and back, its rotary embedding and the norms of heads."""
+        """Returns the bytes of attention in a forward without autograd: the maximum over its output projection, the
+        exchange with other GPUs, its rotary embedding and the norms of heads."""
         arch, setup, size = self.shape.arch, self.setup, self.setup.bytes
         q, kv = (self.tokens * width * size for width in (self.shape.q, self.shape.kv))
         rotated = (q + kv) * setup.weight_bytes // size + kv  # queries and keys in float32 under autocast
@@ -265,23 +266,24 @@ class Layer:
         return max(output + (q + kv if "qkv" in arch.merged else 0), sent, rotary, of_heads)
 
     def _added(self, width: int, out: int) -> int:
-        """Returns the bytes of an adapter's input in float32, so wide, and twice of what it adds to `out` elements."""
+        """Returns the bytes of an adapter's float32 input of this width, and twice those of its output of `out`
+        elements."""
         added = 2 * out * (self.setup.bytes if self.setup.autocast else FLOAT)
         return 0 if self.setup.full else self.tokens * (added + width * FLOAT * (self.setup.bytes < FLOAT))
 
     def inputs(self, count: int) -> int:
-        """Returns the bytes that `count` projections of the same hidden states keep of them: under autocast a copy
+        """Returns the bytes that `count` projections of the same hidden states save of them: under autocast one copy
         each, unless they are frozen."""
         return count * self.cast * self.setup.full if self.setup.autocast else self.hidden
 
     def _mlp(self, chunked: bool) -> ModuleBytes:
-        """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger computes it again.
-        Chunk by chunk: sums of weight gradients in float32, their roundings, the gradients of input and output."""
+        """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger recomputes it. If
+        chunked: weight gradients summed in float32, their rounded copies, the gradients of input and output."""
         arch, shape, setup = self.shape.arch, self.shape, self.setup
         rows = self.mlp_chunk if chunked else self.tokens
         inner = rows * shape.mlp * setup.bytes
         sums = self._sums(3 * shape.hidden * shape.mlp * max(shape.experts, 1)) if chunked else 0
-        if shape.experts:  # the sums begin when the first chunk is differentiated
+        if shape.experts:  # the sums start when the first chunk is differentiated
             later = sums + self._experts(min(rows, self.tokens - rows) * shape.experts_per_token) if chunked else 0
             weighted = setup.bytes + (FLOAT if arch.float32_routing else setup.bytes)
             a_pair = max((4 * shape.mlp + shape.hidden) * setup.bytes, 2 * shape.hidden * weighted)
@@ -293,7 +295,7 @@ class Layer:
             return ModuleBytes(0, 3 * inner + sums + self._rounded(sums) + outer + after, 2 * inner + outer)
         adapters = (1 if "gate_up" in arch.merged else 2) * self._adapter(shape.hidden) + self._adapter(shape.mlp)
         kept = inner * (3 if setup.liger else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
-        more = inner * (1 if setup.liger and setup.full else 2)  # Liger's are written over what was kept
+        more = inner * (1 if setup.liger and setup.full else 2)  # Liger overwrites kept tensors
         if setup.autocast and not setup.full:  # the recomputation of down with its adapter is the peak
             more += self.hidden + 3 * self.cast
         merged = "gate_up" in arch.merged
@@ -302,7 +304,7 @@ class Layer:
         return ModuleBytes(kept, kept + more, max(evaluated, adapted))
 
     def _experts(self, pairs: int) -> int:
-        """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's
+        """Returns the bytes of `pairs` pairs of a token and an expert: the maximum over three moments of Hugging Face's
         grouped products."""
         shape, d, m, size = self.shape, self.shape.hidden, self.shape.mlp, self.setup.bytes
         weighted = FLOAT if shape.arch.float32_routing else size
@@ -314,15 +316,15 @@ class Layer:
         )
 
     def _adapter(self, width: int) -> int:
-        """Returns the bytes that the adapter of a projection keeps of so wide an input: a copy of it, in float32 unless
+        """Returns the bytes that a projection's adapter saves of an input of this width: a copy, in float32 unless
         under autocast."""
         copied = not self.setup.full and self.setup.bytes < FLOAT
         return copied * self.tokens * width * (self.setup.bytes if self.setup.autocast else FLOAT)
 
     def _sums(self, parameters: int) -> int:
-        """Returns the bytes of the sums of their gradients over chunks, in float32."""
+        """Returns the bytes of these parameters' float32 gradients, summed over chunks."""
         return parameters * FLOAT if self.setup.full else 0
 
     def _rounded(self, sums: int) -> int:
-        """Returns the bytes of what such sums are rounded to, where that is a copy."""
+        """Returns the bytes of the rounded copy of such sums, 0 if they need none."""
         return sums // FLOAT * self.setup.bytes if self.setup.weight_bytes < FLOAT else 0

@@ -1,5 +1,5 @@
-"""Work and memory without a clock: FLOP and live bytes, counted at every operation that reaches the dispatcher; and a
-mode in which a step whose way depends on ids runs without data."""
+"""Measures work and memory without a clock: counts FLOP and live bytes at every operation that reaches the dispatcher.
+Also a mode without data for steps whose control flow depends on ids."""
 
 import weakref
 from typing import Any
@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-"""Matrix products, and the index of the first matrix among their arguments."""
+"""Matrix products, with the argument index of the first matrix."""
 
 
 class FlopCount(TorchDispatchMode):
-    """FLOP of matrix products, in-place and out= forms included."""
+    """Counts the FLOP of matrix products, including in-place and out= forms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class FlopCount(TorchDispatchMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak bytes of the storages that operations create inside, while they are alive; none of the meta device."""
+    """Records the peak bytes of live storages that operations inside create, except on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class KnownIntegers(FakeTensorMode):
-    """Tensors of integers have data, and those of floating-point numbers have none."""
+    """A fake mode in which integer tensors have data, and floating-point tensors have none."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -69,6 +69,7 @@ class KnownIntegers(FakeTensorMode):
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a tree; of one without a storage, see sp/token_shard.py, the rows that it holds."""
+    """Returns the tensors in a tree. A tensor without a storage (sp/token_shard.py) is replaced by the rows that it
+    holds."""
     found = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return [vars(tensor).get("rows", tensor) for tensor in found]

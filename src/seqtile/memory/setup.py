@@ -1,4 +1,4 @@
-"""The setup of a training run and the shape of a model: all that memory depends on but the length.
+"""The setup of a training run and the shape of a model: everything that memory depends on except the length.
 
 A shape is read from a model's configuration alone.
 """
@@ -17,14 +17,14 @@ GIB = 2**30
 FLOAT = 4
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
-"""Bytes of state for each trained parameter; of adamw besides float32 weights, where those trained are in a half."""
+"""Optimizer state in bytes per trained parameter. For half-precision weights, adamw also keeps a float32 copy."""
 TILES = ("loss", "mlp", "layer")
 OFFLOAD = ("activations", "optimizer", "weights")
 SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate")
 
 
 def expect(name: str, right: object, expected: str, got: object) -> None:
-    """Raises a ValueError that says what was expected and what it got, unless that is right."""
+    """Raises a ValueError that states what was expected and what was given, unless `right` is true."""
     if not right:
         raise ValueError(f"{name}: expected {expected}, got {got!r}")
 
@@ -43,18 +43,19 @@ class Setup:
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
     batches: str = "cut"
-    """What these GPUs get: "cut", each its part of a batch, or "whole" batches, as in `sp.apply_ulysses`."""
+    """The input of these GPUs: "cut", each gets its part of a batch, or "whole" batches, as in `sp.apply_ulysses`."""
     shared_tokens: int = 0
-    """Tokens of a prefix that all sequences of a batch share, computed once by `seqtile.share_prefixes`; no labels."""
+    """Tokens of a prefix, without labels, that all sequences of a batch share and `seqtile.share_prefixes` computes
+    once."""
     accumulate: bool = False
     """True: a step takes several batches, and the gradients of earlier ones stay in memory."""
     zero_stage: int = 3
-    """The stage of ZeRO, which shards over all GPUs: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 (as FSDP2)
+    """The stage of ZeRO. It shards over all GPUs: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 (as FSDP2)
     also weights."""
     optimizer: str = "adamw"
-    """One of adamw, adamw_8bit and sgd. In half precision adamw keeps a float32 copy of the weights: 16 bytes a
-    parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none;
-    adamw_8bit has the state of embeddings in float32, as Trainer asks bitsandbytes for."""
+    """One of adamw, adamw_8bit and sgd. For half-precision weights adamw keeps a float32 copy: with weights and
+    gradients 16 bytes per parameter, as for float32 weights under FSDP2's mixed precision. The others keep none;
+    adamw_8bit keeps the state of embeddings in float32, as Trainer configures bitsandbytes."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
     autocast: bool = False
@@ -62,22 +63,22 @@ class Setup:
     tiles: Collection[str] | str = ("loss", "mlp")
     """The parts computed chunk by chunk, some of loss, mlp and layer (all of a decoder layer except attention)."""
     head_groups: int | str | None = None
-    """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
-    and leave each GPU that shares a sequence a kv head in every group; None: all heads at once."""
+    """Groups of kv heads that attend one after the other in a tiled layer. None: all heads at once. "auto": the largest
+    number up to 8 that divides the kv heads and leaves each GPU that shares a sequence a kv head in every group."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk; None for the rule of `seqtile.ops.chunks`."""
+    """Tokens per chunk; None for the rule of `seqtile.ops.chunks`."""
     liger: bool = False
-    """True: Liger's norms and RoPE, which keep less, and its product of gate and up if the MLP is not tiled."""
+    """True: Liger's norms and RoPE, which save less, and its product of gate and up if the MLP is not tiled."""
     offload: Collection[str] | str = ()
-    """Kept in host memory: some of activations (`seqtile.offload`), optimizer (with the gradients) and weights."""
+    """What is kept in host memory: any of activations (`seqtile.offload`), optimizer (with gradients) and weights."""
     keep_last: int = 1
     """Last layers whose inputs stay on the GPU despite offloading."""
     lora_rank: int | None = None
-    """The rank of float32 adapters, as PEFT makes them, on every projection of attention and MLP; all else is frozen.
-    None trains every parameter."""
+    """The rank of PEFT's float32 LoRA adapters on every projection of attention and MLP; all else is frozen. None:
+    every parameter is trained."""
     load_in_4bit: bool = False
-    """True: the projections of attention and MLP are in bitsandbytes' 4 bits (NF4, double quantisation), each decoded
-    while its part is computed. They are frozen, so `lora_rank` is needed."""
+    """True: bitsandbytes quantizes the projections of attention and MLP to 4 bits (NF4, double quantization), and each
+    part dequantizes its own while it runs. They are frozen, so `lora_rank` is required."""
     gpu_memory_gib: float = 80
     """Memory of a GPU."""
     host_memory_gib: float = 1900
@@ -131,41 +132,41 @@ class Setup:
 
     @property
     def bytes(self) -> int:
-        """Bytes of an element that matrix products read or make."""
+        """Bytes per element of the tensors that matrix products read or write."""
         return DTYPES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of an element of weights, their gradients and the residual stream."""
+        """Bytes per element of weights, their gradients and the residual stream."""
         return FLOAT if self.autocast else self.bytes
 
     @property
     def full(self) -> bool:
-        """True if every parameter is trained, False if adapters are."""
+        """True if every parameter is trained, False if only adapters are."""
         return self.lora_rank is None
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer for each trained parameter, a float32 copy of its weight included."""
+        """Bytes of the optimizer per trained parameter, including a float32 copy of its weight."""
         master = FLOAT if self.full and self.weight_bytes < FLOAT and self.optimizer == "adamw" else 0
         return OPTIMIZERS[self.optimizer] + master
 
     def cast(self, parameters: int) -> int:
-        """Returns the bytes of autocast's copies of so many weights, for products; 0 without it."""
+        """Returns the bytes of autocast's copies of this many weights; 0 without autocast."""
         return parameters * self.bytes if self.autocast else 0
 
     def decoded(self, parameters: int) -> int:
-        """Returns the bytes of so many weights of 4 bits, or under autocast, while a tiled part computes with them; 0
-        of others."""
+        """Returns the bytes of this many 4-bit weights, or of weights under autocast, while a tiled part computes with
+        them; 0 for other weights."""
         return parameters * self.bytes if self.load_in_4bit or self.autocast else 0
 
     def ranks(self, stage: int) -> int:
-        """Returns over how many GPUs something is sharded that is sharded from this ZeRO stage on."""
+        """Returns the number of GPUs that share what ZeRO shards from `stage` on."""
         return self.gpus if self.zero_stage >= stage else 1
 
 
 def setup_of(options: Mapping[str, Any]) -> Setup:
-    """Returns the setup of these fields. TypeError, with the closest name there is, for what is no field of Setup."""
+    """Returns the setup with these fields. Raises TypeError for an unknown field, and names the closest known one."""
     names = ("batch_size", *(field.name for field in fields(Setup)))
     for name in options:
         if name not in names:
@@ -185,13 +186,13 @@ def _is_size(value: object) -> bool:
 
 
 ASSUMED = replace(ARCHS["llama"], layer=False, liger=False)
-"""The entry of a model type that is not in the table: a Llama that neither seqtile nor Liger knows."""
+"""The table entry for unknown model types: a Llama that neither seqtile nor Liger supports."""
 OTHER_KINDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_intermediate_size", "kv_lora_rank")
-"""The names in a config that tell of experts or of latent attention."""
+"""Config fields that indicate experts or latent attention."""
 
 
 class NoFormula(ValueError):
-    """A model whose memory no formula here tells."""
+    """Raised for a model whose memory no formula here predicts."""
 
 
 @dataclass(frozen=True)
@@ -207,19 +208,19 @@ class Shape:
     vocab: int
     model_type: str = "llama"
     tied: bool = False
-    """True if embedding and head are one."""
+    """True if embedding and head share one matrix."""
     attention_biases: int = 0
-    """Elements of a layer."""
+    """Elements per layer."""
     mlp_biases: int = 0
     softcap: bool = False
     """True if logits have a soft cap."""
     experts: int = 0
-    """Experts of a layer; 0 if it is no mixture."""
+    """Experts per layer; 0 if the model is no mixture of experts."""
     experts_per_token: int = 1
     positions: int | None = None
-    """The most tokens that the model is configured for."""
+    """The longest sequence that the model is configured for, in tokens."""
     inside: str | None = None
-    """The model type that it is the text model of."""
+    """The type of the multimodal model that contains this text model; None if there is none."""
     quantised: bool = False
 
     @property
@@ -228,7 +229,7 @@ class Shape:
 
     @property
     def assumed(self) -> bool:
-        """True if its layers are taken for Llama's because its type is not known."""
+        """True if the model type is unknown and its layers are assumed to be Llama's."""
         return self.model_type not in ARCHS
 
     @property
@@ -238,7 +239,7 @@ class Shape:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what is in its configuration and not planned."""
+        """Sentences about parts of the configuration that the plan does not include."""
         notes = {
             f"only the text model of {self.inside} is planned": self.inside is not None,
             f"model type {self.model_type} is not known; planned as a Llama, which may be far off": self.assumed,
@@ -253,12 +254,12 @@ class Shape:
 
     @property
     def kv(self) -> int:
-        """The width of the keys, which is that of the values."""
+        """The width of the keys, equal to that of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of the projections of a layer."""
+        """Parameters of a layer's attention projections."""
         return 2 * self.hidden * (self.q + self.kv) + self.attention_biases
 
     @property
@@ -268,7 +269,7 @@ class Shape:
 
     @property
     def projection_parameters(self) -> int:
-        """Parameters of the matrices of a layer's attention and MLP: those that 4 bits are made of."""
+        """Parameters of a layer's attention and MLP matrices, which 4-bit loading quantizes."""
         return self.hidden * (2 * (self.q + self.kv) + 3 * self.mlp * max(self.experts, 1))
 
     @property
@@ -280,12 +281,12 @@ class Shape:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the matrix that makes logits."""
+        """Parameters of the head's matrix."""
         return self.vocab * self.hidden
 
     @property
     def outer_parameters(self) -> int:
-        """Parameters of everything but the layers."""
+        """Parameters outside of the layers."""
         return self.head_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -293,7 +294,7 @@ class Shape:
         return self.layers * self.layer_parameters + self.outer_parameters
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the parameters of LoRA of this rank over every projection of attention and MLP."""
+        """Returns the parameters of LoRA adapters of this rank on every projection of attention and MLP."""
         d, m = self.hidden, self.mlp
         a_layer = 2 * (d + self.q) + 2 * (d + self.kv) + 3 * (d + m) * max(self.experts, 1)
         return self.layers * rank * a_layer
@@ -310,16 +311,16 @@ KNOWN = {
     "google/gemma-2-9b": Shape(3584, 14336, 42, 16, 8, 256, 256000, "gemma2", tied=True, softcap=True, positions=8192),
     "HuggingFaceTB/SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 64, 49152, tied=True, positions=8192),
 }
-"""Shapes by their names on the hub, from their config.json."""
+"""Shapes by their names on the Hub, from their config.json."""
 
 
 def shape_of(config: Any) -> Shape:
-    """Returns the shape of a model, without building it.
+    """Returns the shape of a model without building it.
 
-    `config` is a Hugging Face config, a dict of one, the path of a config.json (or of the directory it is in), or a
-    name in `KNOWN`. A model type that is not known is taken for a Llama, see `Shape.assumed`.
+    `config` is a Hugging Face config, a dict of one, the path of a config.json (or of its directory), or a name in
+    `KNOWN`. An unknown model type is assumed to be a Llama, see `Shape.assumed`.
 
-    Raises ValueError for a name that is not known, for a config that lacks a width, and for what is certainly no Llama.
+    Raises ValueError for an unknown name, a config that lacks a width, and a model that certainly is no Llama.
     """
     if isinstance(config, Shape):
         return config
@@ -337,7 +338,7 @@ def shape_of(config: Any) -> Shape:
     try:
         shape = _shape_of_fields(fields)
     except ValueError as error:
-        raise type(error)(f"{named}{error}") from error  # NoFormula too
+        raise type(error)(f"{named}{error}") from error  # keeps the type NoFormula too
     inside = config.get("model_type") if fields is not config else None
     return replace(shape, inside=inside, quantised=bool(config.get("quantization_config")))
 

@@ -1,8 +1,8 @@
-"""The memory of a model that `seqtile.memory` has no formula for: its own code, run on tensors without data.
+"""Predicts the memory of models without a formula by running their own code on tensors without data.
 
-Every allocation of a step is counted, at full widths, with one layer of every kind, at two lengths of many chunks; from
-there on each token takes as much as the one before. Every other layer keeps its input, or its weights' gradient. One
-GPU, all parameters trained, every layer checkpointed, FlashAttention-2.
+A simulation counts every allocation of a step at full widths, with one layer of every kind, at two lengths of many
+chunks. Between these lengths it measures the bytes per token, which it extrapolates. Each other layer adds its saved
+input or its weights' gradient. One GPU, all parameters trained, every layer checkpointed, FlashAttention-2.
 """
 
 import copy
@@ -27,14 +27,15 @@ from seqtile.models.small import config_for, with_few_layers
 from seqtile.rules import default_chunk_tokens
 
 CHUNKS = 24
-"""Chunks of the shorter length, of an MLP; 2 at least of experts, which are longer. The other is a third longer."""
+"""Chunks of an MLP in the shorter length; at least 2 chunks of experts, which are longer. The other length is a third
+longer."""
 
 
 class Simulation(Predictor):
-    """Predicts a model's memory by running its own code, once for each choice of tiled parts, when first asked.
+    """Predicts a model's memory by running its own code, once per choice of tiled parts, when first requested.
 
     Calls `each` with the name of a run before it starts. Raises ValueError for a setup that cannot be simulated and for
-    layers without Hugging Face's attention; and whatever the model's own code raises on tensors without data.
+    layers without Hugging Face's attention; also raises whatever the model's own code raises on tensors without data.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Simulation(Predictor):
         self.held = GIB + parameters * (given.weight_bytes + given.optimizer_bytes)
         """Bytes of CUDA, weights and optimizer."""
         self.others = len(layers_of(whole)) - len(layers_of(few))
-        """Layers that are not run, each of which keeps its input and has its weights' gradients."""
+        """Layers that do not run. Each keeps its input and has gradients of its weights."""
         self.input_token = whole.config.get_text_config().hidden_size * self.dtype.itemsize
         self.gradients = (parameters - run) * self.dtype.itemsize / max(self.others, 1)
         self._found: dict[Any, tuple[float, float]] = {}
@@ -76,8 +77,8 @@ class Simulation(Predictor):
         return Predicted(held, None if held <= setup.gpu_memory_gib * GIB else "GPU memory")
 
     def run(self, setup: Setup) -> tuple[float, float]:
-        """Returns the bytes of a step of the layers that are run, besides weights and optimizer: without a token, and
-        of each token."""
+        """Returns the bytes of a step of the simulated layers, without weights and optimizer: a constant, and the bytes
+        per token."""
         model, level = self._model(self.few_layers), logging.get_verbosity()
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -105,7 +106,7 @@ class Simulation(Predictor):
     def _peak(self, model: PreTrainedModel, tokens: int, setup: Setup) -> int:
         self.each(f"tiled: {', '.join(setup.tiles) or 'nothing'}, {tokens:,} tokens")
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        # Which tokens are labelled is not known without data: all are.
+        # Without data it is unknown which tokens are labelled, so all are.
         labels = {"shift_labels": ids, "ignore_index": None} if setup.tiles else {"labels": ids}
         with LiveBytes() as memory:
             model(input_ids=ids, use_cache=False, **labels).loss.backward()
@@ -139,13 +140,13 @@ def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 def materialise(model: PreTrainedModel) -> None:
-    """Replaces meta tensors by tensors without data of a `FakeTensorMode` that takes others."""
+    """Replaces meta tensors by tensors without data of a `FakeTensorMode` that accepts real ones."""
     model.to_empty(device="cpu")
     model.tie_weights()
 
 
 def _tokens(model: PreTrainedModel) -> int:
-    """Returns the shorter length."""
+    """Returns the shorter length, in tokens."""
     config = model.config.get_text_config()
     sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
     of_mlp, of_experts = (default_chunk_tokens(config.hidden_size, each) for each in (1, sparsity))

@@ -1,4 +1,4 @@
-"""A training step on one GPU as moments: all that is alive at each, by what it is for."""
+"""A training step on one GPU as a list of moments, each with everything that is alive then, by purpose."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
 Parts = dict[str, int]
-"""Bytes by what they are for. `inputs`: of the layers, kept for their backward. `norms`: norms, residuals and
-positions. `communication`: weights gathered, gradients not yet sharded or being reduced. `reserved`: the CUDA context,
-and NCCL (about 1 GiB each: Arctic Long Sequence Training, 2.1)."""
+"""Bytes by purpose. `inputs`: the layers' inputs, kept for the backward. `norms`: norms, residuals and positions.
+`communication`: gathered weights, and gradients that are not yet sharded or reduced. `reserved`: the CUDA context and
+NCCL (about 1 GiB each: Arctic Long Sequence Training, 2.1)."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step, and everything that is on the GPU then."""
+    """A moment of a step, with everything that is on the GPU then."""
 
     name: str
-    """What the step computes then, such as "loss" or "MLP, layer 3 of 32"."""
+    """What the step computes, such as "loss" or "MLP, layer 3 of 32"."""
     parts: Parts
-    """Bytes by what they are for, which is weights, gradients, optimizer, inputs (of the layers, kept for their
-    backward), attention, mlp, norms (with residuals and positions), loss, communication (weights gathered, gradients
-    being reduced) or reserved (for CUDA and NCCL)."""
+    """Bytes by purpose: weights, gradients, optimizer, inputs (of the layers, kept for their backward), attention, mlp,
+    norms (with residuals and positions), loss, communication (gathered weights, gradients being reduced) or reserved
+    (for CUDA and NCCL)."""
 
     @property
     def bytes(self) -> int:
@@ -39,15 +39,15 @@ class Plan:
     shape: Shape
     """The widths of the model."""
     setup: Setup
-    """The setup that was planned for."""
+    """The planned setup."""
     seq_len: int
-    """Tokens of a sequence, over all the GPUs that share it."""
+    """Tokens per sequence, over all the GPUs that share it."""
     batch_size: int
-    """Sequences at a time."""
+    """Sequences per step."""
     moments: tuple[Moment, ...]
-    """The moments at which it may peak, in the order of a step."""
+    """The moments at which memory may peak, in the order of a step."""
     host: Parts
-    """Bytes in the host memory of a node, by what they are for, such as "inputs", "optimizer", "weights"."""
+    """Bytes in the host memory of a node, by purpose: "inputs", "optimizer", "weights"."""
 
     @property
     def peak(self) -> Moment:
@@ -99,12 +99,12 @@ class Step:
         weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
         states = self.trained * setup.optimizer_bytes
-        if setup.full and setup.optimizer == "adamw_8bit":  # of embeddings in float32
+        if setup.full and setup.optimizer == "adamw_8bit":  # for embeddings, in float32
             states += shape.head_parameters * (OPTIMIZERS["adamw"] - OPTIMIZERS["adamw_8bit"])
         self.optimizer = states // setup.ranks(1)
 
     def host(self) -> Parts:
-        """Returns what is in the host memory of a node, for all its GPUs."""
+        """Returns the bytes in the host memory of a node, for all its GPUs."""
         setup, held = self.setup, {}
         if "activations" in setup.offload:
             held["inputs"] = max(0, self.shape.layers - setup.keep_last) * self.layer.hidden
@@ -115,21 +115,22 @@ class Step:
         return {part: size * min(setup.gpus, setup.gpus_per_node) for part, size in held.items()}
 
     def moments(self) -> Iterator[Moment]:
-        """Yields the moments in the order of a step. What grows or shrinks from layer to layer does so evenly but at
-        both ends, so the two layers at either end stand for all."""
+        """Yields the moments in the order of a step. Sizes grow or shrink evenly from layer to layer except at both
+        ends, so the two layers at each end represent all layers."""
         shape, layers, hidden, norm = self.shape, self.shape.layers, self.layer.hidden, self.layer.final_norm
         full, matrix = self.setup.full, shape.head_parameters
-        # A group of weights comes in a buffer, out of which it is copied; the buffer before is freed thereafter.
+        # FSDP2 gathers weights into a buffer and copies them out; it frees the previous buffer afterwards.
         twice = shape.outer_parameters > shape.layer_parameters
         gathered, outer = (2, 2) if twice else (3, 1)
         yield self._moment(Alive("forward", norms=hidden), 0, gathered=gathered, outer=outer)
-        if self.layer.cached:  # of all layers but the last, whose weights arrive
+        if self.layer.cached:  # for all layers but the last, whose weights arrive
             last = Alive("forward, last layer", mlp=(layers - 1) * self.layer.cached, norms=hidden)
             yield self._moment(last, layers - 1, gathered=3)
         for alive in self._loss():
             yield self._moment(alive, layers)
         head = matrix + shape.hidden
-        # A tied matrix's gradient as a head waits for that as an embedding, before both are added to those before.
+        # A tied matrix's gradient as a head waits for its gradient as an embedding, before both are added to earlier
+        # ones.
         twin = self.setup.accumulate and full and shape.tied and self.setup.ranks(3) == 1
         waits = matrix * self.setup.weight_bytes * twin
         if self.batch.shared and "loss" in self.setup.tiles:
@@ -138,7 +139,7 @@ class Step:
         yield self._moment(Alive("final norm", head, norms=norm.backward, gradients=waits), layers, matrix)
         for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
             done = head + (layers - place) * shape.layer_parameters
-            gathered = 1 + (place > 1) + (place < layers and full)  # this, the next, gradients of the one before
+            gathered = 1 + (place > 1) + (place < layers and full)  # this layer, the next, the previous one's gradients
             for alive in self.layer.moments():
                 gradients, name = alive.gradients + waits, f"{alive.name}, layer {place} of {layers}"
                 here = alive._replace(name=name, done=done + alive.done, gradients=gradients)
@@ -149,12 +150,12 @@ class Step:
         yield self._moment(last, 0, 0 if shape.tied else matrix)
 
     def evaluation(self) -> Iterator[Moment]:
-        """Yields the moments of an evaluation between two steps, of its last layer instead of all. Hugging Face's
-        models make a cache of keys and values, seqtile's make none where they compute the loss."""
+        """Yields the moments of an evaluation between two steps, for its last layer only. Hugging Face's models create
+        a cache of keys and values; seqtile's models create none if they compute the loss."""
         shape, setup, layer, tokens = self.shape, self.setup, self.layer, self.tokens
         cache = 0 if "loss" in setup.tiles else shape.layers * 2 * tokens * shape.kv * setup.weight_bytes
         logits = min(tokens, layer.chunk) * shape.vocab * setup.bytes
-        if "loss" not in setup.tiles:  # in float32, too, and their logarithms
+        if "loss" not in setup.tiles:  # also in float32, and their logarithms
             logits = tokens * shape.vocab * (2 * FLOAT + setup.bytes * (setup.bytes < FLOAT))
             if self.batch.shared:  # the logits of labelled tokens are copied
                 logits += (2 * self.batch.labelled - tokens) * shape.vocab * FLOAT
@@ -169,14 +170,14 @@ class Step:
     def _moment(
         self, alive: Alive, kept: int | None, whole: int = 0, gathered: int = 1, outer: int = 1, backward: bool = False
     ) -> Moment:
-        """Returns all that is on the GPU.
+        """Returns everything that is on the GPU.
 
         Args:
-            alive: what is computed, with the parameters of the model that have their gradients.
-            kept: layers, from the first on, whose inputs wait; None in an evaluation, of which none do.
-            whole: parameters whose gradients are there and not yet sharded over the GPUs.
-            gathered: layers whose weights, or gradients on their way, are whole.
-            outer: how many times the weights outside of the layers are there.
+            alive: what is computed, with the model's parameters that have gradients.
+            kept: the number of layers, from the first, whose inputs are saved; None in an evaluation, which saves none.
+            whole: parameters whose gradients exist and are not yet sharded over the GPUs.
+            gathered: layers whose weights, or gradients in transit, are whole.
+            outer: the number of copies of the weights outside of the layers.
             backward: whether it is the backward of a layer.
         """
         setup, shape = self.setup, self.shape
@@ -199,8 +200,8 @@ class Step:
         return Moment(alive.name, parts)
 
     def _communication(self, whole: int, gathered: int, outer: int) -> int:
-        """Returns the bytes of communication. FSDP2 keeps what is outside of the layers gathered, and its gradients
-        whole until the end."""
+        """Returns the bytes of communication. FSDP2 keeps the weights outside of the layers gathered, and their
+        gradients whole, until the end."""
         setup, shape, away = self.setup, self.shape, "optimizer" in self.setup.offload
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
             return min(BUCKET, self.trained) * setup.weight_bytes if setup.gpus > 1 or away else 0
@@ -209,20 +210,19 @@ class Step:
         return weights + (whole - counted if setup.full else 0) * setup.weight_bytes
 
     def _inputs(self, waiting: int, backward: bool) -> int:
-        """Returns the bytes of the first `waiting` layers' inputs that are on the GPU: if offloaded, the one that is
-        needed, in the backward also the next on its way; and under adapters the first, a leaf then that autograd holds
-        on to."""
+        """Returns the bytes of the first `waiting` layers' inputs that are on the GPU. If offloaded: the one in use, in
+        the backward also the next one on its way, and with adapters the first, a leaf that autograd holds."""
         frozen = not self.setup.full
         if "activations" in self.setup.offload:
             kept = max(0, waiting - (self.shape.layers - self.setup.keep_last))
             waiting = min(waiting, max(kept, 1) + backward) + frozen
-        leaf = frozen and self.shape.arch.embedding_scale is not None  # whose product is the first layer's input
+        leaf = frozen and self.shape.arch.embedding_scale is not None  # scaled, it is the first layer's input
         return (waiting + leaf) * self.layer.hidden
 
     def _whole_inputs(self, moment: str) -> int:
-        """Returns the bytes of what GPUs that share a sequence, or sequences of which tokens are shared, each have of
-        all tokens: ids, labels and positions, and the embeddings into which a model of images puts theirs, until the
-        text model is through; then their gradient."""
+        """Returns the bytes that each GPU holds for all tokens if GPUs share a sequence or sequences share tokens: ids,
+        labels and positions; and until the text model ends, the embeddings that a multimodal model fills; then their
+        gradient."""
         setup = self.setup
         if not self.batch.shared and (setup.batches == "cut" or setup.sequence_parallel == 1):
             return 0
@@ -231,9 +231,10 @@ class Step:
         return whole * (3 * 8 + embedded * self.shape.hidden * setup.weight_bytes)
 
     def _loss(self) -> Iterator[Alive]:
-        """Yields the moments of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the sum of
-        weight gradients rounded, or of a single chunk the rounded gradient alone. Untiled: the size of the logits three
-        times in float32. In the forward also what autocast caches, and untiled the logits before they are float32."""
+        """Yields the moments of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the rounded
+        sum of weight gradients (with a single chunk, only the rounded gradient). Untiled: three times the size of the
+        logits in float32. The forward also has autocast's cache and, if untiled, the logits before their cast to
+        float32."""
         shape, setup, layer = self.shape, self.setup, self.layer
         head, cached, norms = setup.cast(shape.head_parameters), shape.layers * layer.cached, layer.final_norm.kept
         batch = self.batch
@@ -258,14 +259,14 @@ class Step:
         yield Alive("loss", mlp=cached, norms=norms, loss=layer.hidden + copied + chunk + head)
 
     def _summed(self) -> int:
-        """Returns the bytes of gradients that are added up in float32 for the hidden states that sequences share."""
+        """Returns the bytes of the float32 gradient sums for the hidden states that sequences share."""
         size = self.setup.weight_bytes
         return self.shape.hidden * (self.tokens * FLOAT + self.batch.labelled * (size + (FLOAT if size < FLOAT else 0)))
 
 
 def _layer_weights(shape: Shape, setup: Setup) -> int:
-    """Returns the bytes of a layer's weights. Of 4 bits a block of 64 has a scale of 8 bits, and a block of 256 such
-    scales one of 32."""
+    """Returns the bytes of a layer's weights. With 4 bits, each block of 64 weights has an 8-bit scale, and each block
+    of 256 scales a 32-bit one."""
     if not setup.load_in_4bit:
         return shape.layer_parameters * setup.weight_bytes
     projections = shape.projection_parameters

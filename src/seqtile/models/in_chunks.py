@@ -1,7 +1,7 @@
-"""Modules that cannot be fused run their own forward, once a chunk.
+"""Runs the forward of modules that cannot be fused, once per chunk.
 
-The backward runs them again under the same TorchFunctionModes. It raises an error if anything else has changed that
-decides what they compute.
+The backward runs the modules again under the same TorchFunctionModes. It raises an error if anything else that
+determines their result has changed since the forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +26,16 @@ _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
 
 def inside_chunk() -> bool:
-    """Returns whether a module is running for a chunk at the moment."""
+    """Returns whether the current call computes one chunk of a module."""
     return _inside_chunk.get()
 
 
 class InChunks:
-    """Modules that run in chunks: what of them may be trained, and what decides what they compute.
+    """Modules that run in chunks: their trainable parameters, their state, and everything else that determines their
+    result.
 
-    Found once, for as long as what they are made of does not change. It does not hold the modules themselves, which may
-    hold it.
+    All of it is found once and holds until the modules' structure changes. Only weak references lead to the modules,
+    because a module may hold this object.
     """
 
     def __init__(self, **modules: nn.Module):
@@ -49,7 +50,7 @@ class InChunks:
 
     @property
     def state(self) -> list[tuple[str, Any, nn.Module | None]] | None:
-        """The tensors and generators that they hold, see `found_in`; None where it is not known what is called."""
+        """The tensors and generators that the modules hold, see `found_in`. None if the called code is not known."""
         if not self._modules:
             return None
         return [(name, thing, owner and owner()) for name, thing, owner in self._state]
@@ -60,7 +61,7 @@ class InChunks:
         return [leaf for leaf in self._leaves if leaf.requires_grad]
 
     def environment(self) -> "_Environment":
-        """Returns everything except tensors that decides what calling the modules computes."""
+        """Returns everything except tensors that determines what the modules compute."""
         parts = [*(module() for module in self._modules), *self._inside]
         types = [*map(type, parts)]
         own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))
@@ -75,7 +76,7 @@ class _Environment(NamedTuple):
     hooks: list[tuple[int, Callable]]
 
     def computes_as(self, other: "_Environment") -> bool:
-        """Returns whether both compute the same; hooks that change nothing may come and go."""
+        """Returns whether both environments compute the same. Hooks that change nothing may be added or removed."""
         if self.hooks == other.hooks:
             return self.computed == other.computed
         mine, others = ([key for key, hook in each.hooks if not is_harmless(hook, False)] for each in (self, other))
@@ -89,8 +90,8 @@ def call_in_chunks(
     params: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> Outputs:
-    """Returns function(*inputs), which calls the modules, computed by `tiled_part` with these options; `params` are by
-    default what the modules train."""
+    """Returns function(*inputs), computed by `tiled_part` with these options. `function` calls the modules; `params`
+    defaults to the modules' trainable parameters."""
     params = modules.trained if params is None else params
     fn, state = _repeatable(function, modules), modules.state
     options["always"] = hooks_in_loop() is not None and not inside_chunk()
@@ -98,12 +99,12 @@ def call_in_chunks(
 
 
 def _repeatable(function: Callable, modules: InChunks) -> Callable:
-    """Returns `function` for a backward that calls it again, under the TorchFunctionModes that are active now.
+    """Returns `function` for a forward and a backward that calls it again, under the TorchFunctionModes that are active
+    now.
 
-    RuntimeError from it where something else has changed since that decides what is computed: hooks, a forward, a
-    function of torch's, dropout on or off.
+    The returned function raises RuntimeError if hooks, a forward, a torch function or training mode has changed since.
     """
-    if torch.compiler.is_compiling():  # whose guards ask the same
+    if torch.compiler.is_compiling():  # the compiler's guards check the same
         return function
     modes, environment, hooks = _modes(), modules.environment(), hooks_in_loop()
 

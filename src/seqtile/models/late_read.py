@@ -1,7 +1,8 @@
-"""Logits that are read after the forward: as they would have been in it, or an error.
+"""Computes logits that are read after the forward: the values that the forward would have computed, or an error.
 
 `AtForward` records autocast, random state, training mode, hooks, adapters, and the versions of the head's weights and
-of the hidden states. It copies some values of the weights, because ZeRO and FSDP2 write without changing versions.
+of the hidden states. It also copies a sample of the weights, because ZeRO and FSDP2 write weights without changing
+their versions.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ Weights = dict[str, torch.Tensor]
 
 
 class AtForward:
-    """The state of the forward that made logits. Create it while the head's weights are gathered, if they ever are."""
+    """The state of the forward that made the logits. If the head's weights are sharded, create it while they are
+    gathered."""
 
     def __init__(self, recipe: LogitsRecipe):
         head, hidden = recipe.head, recipe.hidden
@@ -40,14 +42,15 @@ class AtForward:
         self._modules = [*head.modules()]
         self._training = [module.training for module in self._modules]
         self._draws = any(module.training and getattr(module, "p", 0) for module in self._modules)  # dropout
-        self._hidden, self._hidden_version = hidden, _version(hidden)  # a view made in inference mode counts anew
+        self._hidden, self._hidden_version = hidden, _version(hidden)  # a view made in inference mode has a new counter
         self._weights = {
             name: (weight, _version(weight), _sample(weight)) for name, weight in _weights_of(head).items()
         }
 
     @contextmanager
     def as_then(self, recipe: LogitsRecipe) -> Iterator[None]:
-        """Autocast, random numbers and the head's training mode as in the forward. RuntimeError, see `check`."""
+        """Restores autocast, random state and the head's training mode of the forward. Raises RuntimeError, see
+        `check`."""
         now = [module.training for module in self._modules]
         try:
             self._set_training(self._training)
@@ -65,10 +68,10 @@ class AtForward:
         self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None = None, *along: torch.Tensor
     ) -> torch.Tensor:
         """Returns the recipe's logits [..., V]. With `function`, returns function(logits [n, V], rows of `along`
-        [..., *]), chunk by chunk; rows are independent.
+        [..., *]), computed chunk by chunk; `function` must treat each row by itself.
 
-        Raises RuntimeError if something has changed since the forward, or if other ranks, with which the head's weights
-        are to be gathered, do not read them.
+        Raises RuntimeError if something has changed since the forward, or if a rank that holds a shard of the head's
+        weights does not read the logits.
         """
         with self.as_then(recipe):
             found = self._computed(recipe, function, along)
@@ -99,7 +102,8 @@ class AtForward:
         return call_inside(head, compute, recipe.hidden)
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
-        """Raises RuntimeError if anything has changed since the forward; the head's weights, or those given."""
+        """Raises RuntimeError if the head, the hidden states or the head's weights (`weights` if given) changed since
+        the forward."""
         changed, weights = [], weights or _weights_of(recipe.head)
         if not InChunks(head=recipe.head).environment().computes_as(self._environment):
             changed.append("the head's hooks or forwards")
@@ -110,7 +114,7 @@ class AtForward:
         for name, weight in weights.items():
             before, version, sample = self._weights[name]
             if isinstance(weight, DTensor) != isinstance(before, DTensor):
-                continue  # a shard, and the whole
+                continue  # one is a shard, the other the whole weight
             if (weight is before and _version(weight) != version) or not torch.equal(_sample(weight), sample):
                 changed.append(f"the head's {name}")
         if changed:
@@ -122,8 +126,8 @@ class AtForward:
 
 
 def in_rows(function: Callable[..., torch.Tensor], hidden: torch.Tensor, *along: torch.Tensor) -> torch.Tensor:
-    """Returns function(hidden [n, D], rows of `along`), chunk by chunk over all dimensions of `hidden` but its last.
-    If ranks share a sequence, each computes its own tokens."""
+    """Returns function(hidden [n, D], rows of `along`), computed chunk by chunk over all leading dimensions of
+    `hidden`. If ranks share a sequence, each rank computes its own tokens."""
     if isinstance(hidden, ShardedTokens):
         return hidden.each(partial(in_rows, function), *along)
     leading = hidden.shape[:-1]
@@ -139,13 +143,13 @@ def rows_of_chunk(hidden: torch.Tensor, chunk_tokens: int | None = None) -> int:
 
 
 def gathers(head: nn.Module) -> bool:
-    """Returns whether a head's own call gathers its weights: under ZeRO-3, and if FSDP2 shards it by itself."""
+    """Returns whether calling the head gathers its weights: under ZeRO-3, or if FSDP2 wraps the head by itself."""
     return isinstance(head, FSDPModule) or any(hasattr(weight, "ds_id") for weight in head.parameters())
 
 
 def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that computes the head's logits inside the head's own call (`call_inside`), without hooks that
-    gather weights."""
+    """Returns a function that computes the head's logits without the hooks that gather weights. Use it inside the
+    head's own call (`call_inside`)."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
 
 
@@ -158,7 +162,7 @@ def _weights_of(head: nn.Module) -> Weights:
 
 
 def _adapters_of(head: nn.Module) -> list[Any]:
-    """Returns the state of PEFT's layers that decides which adapters they compute."""
+    """Returns the state of PEFT's layers that decides which adapters are active."""
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return [repr([vars(module).get(name) for name in names]) for module in head.modules()]
 
@@ -168,14 +172,14 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Copies up to 64 x 64 numbers of a weight, or of the part of it that this rank holds."""
+    """Copies up to 64 x 64 elements of a weight, or of this rank's shard of it."""
     held = getattr(weight, "ds_tensor", weight)
     held = (held.to_local() if isinstance(held, DTensor) else held).detach()
     return held[tuple(slice(None, None, max(1, size // 32)) for size in held.shape)].clone()
 
 
 def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:
-    """Yields the ranks, groups of more than one, that have to gather weights together."""
+    """Yields the groups of more than one rank that must gather the weights together."""
     groups = {}
     for weight in weights:
         if isinstance(weight, DTensor):
@@ -189,7 +193,8 @@ def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _arrive(ranks: tuple[int, ...]) -> None:
-    """Waits until all of the ranks have called this equally often; RuntimeError after `ARRIVAL_LIMIT`."""
+    """Waits until every rank in `ranks` has made the same number of calls. Raises RuntimeError after
+    `ARRIVAL_LIMIT`."""
     store = dist.distributed_c10d._get_default_store()
     key = f"seqtile/logits/{ranks}"
     key = f"{key}/{store.add(f'{key} of {dist.get_rank()}', 1)}"

@@ -1,9 +1,9 @@
 """The tiled forward of a decoder layer.
 
-A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. It is fused, that is, computed from
-its weights by `seqtile.ops.decoder_layer`, where calling its modules does what their classes say and no more. Else it
-is chunked: its modules run in chunks, which costs the projections to queries, keys and values, and down,
-once more. A layer of any other shape runs in chunks around its attention, see any_layer.py.
+A layer of Llama's shape runs a norm, attention, a norm and a gated MLP in sequence. If its modules compute only what
+their classes define, the layer is fused: `seqtile.ops.decoder_layer` computes it from its weights. Otherwise the layer
+is chunked: its modules run in chunks, and the backward also recomputes the q, k, v and down projections. A layer of any
+other shape runs in chunks around its attention, see any_layer.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,11 +47,11 @@ _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  
 
 
 def tiled_layer_forward(options: Options, original: Callable) -> Callable:
-    """Returns a tiled forward in place of `original`, a decoder layer's forward (a plain function).
+    """Returns a tiled forward that replaces `original`, a decoder layer's forward (a plain function).
 
-    It calls `original` if the sequence fits in a chunk or attentions are asked for. With a cache, all heads are
-    computed at once; if gradients may flow through it, the modules of a Llama-shaped layer run in chunks. In training
-    no cache is made, see base_model.py.
+    The tiled forward calls `original` if the sequence fits in a chunk or the caller asks for attentions. With a cache,
+    it computes all heads at once; if gradients may flow through the cache, it runs the modules of a Llama-shaped layer
+    in chunks. Training makes no cache, see base_model.py.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
     parameters = positional_of(inner)
@@ -78,21 +78,21 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             if records_attentions and not _FORWARD_CHECKPOINTS:
                 _check_not_checkpointed(self)
             if verdict.sharded and verdict.how == "fused":
-                _params_of(verdict.form, self)  # as tiled: from its first forward ZeRO-3 knows what a layer reads
+                _params_of(verdict.form, self)  # as when tiled: ZeRO-3 records in the first forward what a layer reads
             return inner(self, hidden, **given)
         if (cached := cache_in(given) is not None) and verdict.form is None and torch.is_grad_enabled():
-            return inner(self, hidden, **given)  # through which gradients may flow
+            return inner(self, hidden, **given)  # gradients may flow through the cache
         if not verdict.sharded or verdict.how == "untiled":
             return _compute(verdict, inner, options, self, hidden, given)
 
-        def compute(hidden: torch.Tensor) -> Any:  # by a verdict on weights that were gathered
+        def compute(hidden: torch.Tensor) -> Any:  # decides again, from the gathered weights
             return _compute(of(self, autocast_dtype(hidden) or hidden.dtype), inner, options, self, hidden, given)
 
         chunked = verdict.how == "chunked" or (cached and torch.is_grad_enabled())
         return gathered(self, compute, hidden, chunked=chunked)
 
     def forward(self, *args, **kwargs):
-        # Decided here: nothing is recorded when a checkpoint recomputes the layer.
+        # Decide here: a recomputation inside a checkpoint does not see whether attentions are recorded.
         whole = fits(self, args[0] if args else kwargs[names[0]])
         function = inner if whole else partial(tiled, records_attentions())
         outermost = type(self).forward is forward
@@ -109,7 +109,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
 
 
 def _check_not_checkpointed(layer: nn.Module) -> None:
-    """Raises ValueError if a layer would run untiled in the forward, but tiled in its recomputation."""
+    """Raises ValueError if a layer would run untiled in the forward and tiled in its recomputation."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         raise ValueError(
             "output_attentions=True reaches a tiled layer under checkpointing, but not its recomputation: "
@@ -120,8 +120,8 @@ def _check_not_checkpointed(layer: nn.Module) -> None:
 def _compute(
     verdict: Verdict, inner: Callable, options: Options, layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]
 ) -> Any:
-    """Returns what a layer makes of `hidden` and of what else it is `given`, by the way that its verdict says; `inner`
-    is its original forward. Raises ValueError where there is none."""
+    """Returns a layer's output for `hidden` and the other arguments in `given`, computed as the verdict says. `inner`
+    is the original forward. Raises ValueError if the layer cannot be computed correctly."""
     cache = cache_in(given)
     if verdict.error is None and not verdict.tileable:
         return inner(layer, hidden, **given)
@@ -142,7 +142,7 @@ def _compute(
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
-    """Warns once if a layer in training is not checkpointed and keeps more than its weights take."""
+    """Warns once if a layer trains without checkpointing and saves more for its backward than its weights take."""
     config, head_dim = (getattr(getattr(layer, "self_attn", None), name, None) for name in ("config", "head_dim"))
     in_training = layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_trial()
     if not in_training or config is None or not isinstance(head_dim, int):
@@ -192,7 +192,7 @@ def _llama_layer(
         head_dim=attention.head_dim,
         head_groups=groups,
         sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
-        allow_recompute=grouped != "auto" or is_trial(),  # of a few tokens even a mask is large beside the heads
+        allow_recompute=grouped != "auto" or is_trial(),  # for a few tokens a mask is larger than the heads
         extra_tensors=extra_tensors,
         activation=activation_of(layer.mlp, form.mlp),
         scale=scale,
@@ -201,8 +201,8 @@ def _llama_layer(
 
 
 def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
-    """Reads the parameters, in the order in which an untiled layer uses them: under ZeRO-3 each reading is a
-    collective."""
+    """Reads the parameters in the order in which an untiled layer uses them, because each read is a collective under
+    ZeRO-3."""
     attention = layer.self_attn
     return LayerParams(
         AttentionParams(
@@ -221,8 +221,8 @@ def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
 def _attention(
     form: LayerForm, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., torch.Tensor], SequenceParallelAttention | None, list[torch.Tensor]]:
-    """Returns the attention that the model has, asked as Hugging Face's code asks it; its steps, if ranks hold parts of
-    the sequence; and the tensors it is given besides."""
+    """Returns the model's attention function, called as Hugging Face's code calls it; its steps if ranks share the
+    sequence, else None; and the other tensors that it gets."""
     options = {"dropout": attention.attention_dropout if attention.training else 0.0, "scaling": attention.scaling}
     if form.attention.windows:
         of_model = getattr(attention.config, "sliding_window", None)
@@ -240,7 +240,7 @@ def _attention(
         kv_heads = attention.config.num_key_value_heads
         heads = (kv_heads * attention.num_key_value_groups, kv_heads)
         sp_attention = function.steps(attention, mask, heads, **options, **kwargs)
-    others = (mask, *kwargs.values(), *attention._parameters.values())  # the last: such as sinks
+    others = (mask, *kwargs.values(), *attention._parameters.values())  # the last are parameters such as sinks
     extra_tensors = [tensor for tensor in others if isinstance(tensor, torch.Tensor)]
     return attend, sp_attention, extra_tensors
 
@@ -251,7 +251,7 @@ def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 
 
 
 def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
-    """Decides how a layer is computed; `dtype` is that of its products, if known."""
+    """Decides how a layer is computed. `dtype` is the dtype of its matrix products, if known."""
     weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
     return _verdict(layer, dtype)._replace(sharded=is_sharded(layer), weights=weights)
 
@@ -275,7 +275,7 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
 def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
-    # If a hook must see every module call, it must see attention's call too, and attention cannot be called in chunks:
+    # If a hook must see every module call, it must see attention's call too. Attention cannot be called in chunks, so
     # the layer runs untiled.
     how = "untiled" if form is not None and module_call_reason() else "chunked"
     in_chunks = (InChunks(layer=layer),) if form is None else _called_parts(layer)
@@ -283,20 +283,21 @@ def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
 
 
 def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
-    """Returns the modules that a layer of Llama's shape calls before attention and after it."""
+    """Returns the modules that a layer of Llama's shape calls before and after attention."""
     before = dict(layer.self_attn.named_children())
     behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
     return InChunks(input_layernorm=layer.input_layernorm, **before), InChunks(**behind)
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """Returns whether a layer is unchanged: it may share its class with tiled layers and be of another kind."""
+    """Returns whether a layer is unchanged. An unchanged layer of another kind may share its class with tiled
+    layers."""
     parts = [layer, *layer.children()]
     return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
 
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
-    """Raises ValueError if attention cannot be computed by the requested groups of heads."""
+    """Raises ValueError if attention cannot be computed in the requested groups of heads."""
     if verdict.how != "fused":
         reads = "attention by groups of heads reads its weights"
         raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
@@ -304,7 +305,7 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
 
 
 def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> Iterator[str | None]:
-    """Yields why a layer of Llama's shape is not fused, None for a part that could be."""
+    """Yields, for each part of a layer of Llama's shape, why it cannot be fused, or None."""
     attention, mlp = layer.self_attn, layer.mlp
     yield process_unfused_reason()
     for name in ("input_layernorm", "post_attention_layernorm"):
@@ -336,11 +337,11 @@ def _chunked_layer(
     scale: float,
     chunk_tokens: int | None,
 ) -> torch.Tensor:
-    """Computes the output [B, S, D] of an input [B, S, D] by calling the layer's modules. `rotary` are cos and sin
-    [B or 1, S, K]; `scale` multiplies what attention and MLP add.
+    """Computes a layer's output [B, S, D] from x [B, S, D] by calling the layer's modules. `rotary` are cos and sin
+    [B or 1, S, K]; `scale` multiplies the outputs of attention and MLP before they are added.
 
-    The layer's own forward, as any_layer.py runs it, would compute queries, keys and values once more: with LoRA and
-    dropout 7 % more FLOP in a checkpointed step, counted at Llama-8B's proportions.
+    This keeps q, k and v. The layer's own forward, as any_layer.py runs it, would recompute them: with LoRA and dropout
+    7 % more FLOP in a checkpointed step, counted at Llama-8B's proportions.
     """
     attention, form = layer.self_attn, verdict.form
     before, behind = verdict.in_chunks or _called_parts(layer)

@@ -1,11 +1,10 @@
-"""Logits that a model returns as a tensor, computed when they are read.
+"""Logits that a model returns as a tensor and that are computed when they are read.
 
     forward    hidden ─── Edge ── LazyLogits ── what reducers and wrappers do with outputs ── LazyLogits ── Read
     backward   gradients ─ Edge ─────────────── LazyGradient, which keeps what was read ──────────────────── Read
 
-Reducers put hooks on outputs; FSDP2 and ZeRO gather weights in them before the backward. These hooks therefore run
-before Edge's backward. Edge computes the logits again, chunk by chunk, and from them the gradients of hidden states and
-head.
+FSDP2 and ZeRO put hooks on a model's outputs and gather weights in them before the backward. They therefore run before
+Edge's backward, which recomputes the logits chunk by chunk, and from them the gradients of hidden states and head.
 """
 
 import copy
@@ -28,14 +27,14 @@ from seqtile.protocols import ShardedTokens
 from seqtile.tensor_like import ABOUT, is_in_place
 
 Rowwise = Callable[..., torch.Tensor]
-"""Computes [n, ...] of logits [n, V] and of further tensors [n, ...], each row by itself."""
+"""Computes [n, ...] from logits [n, V] and further tensors [n, ...], each row by itself."""
 
 
 def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "LazyLogits":
-    """Returns what a head makes of hidden states as a tensor, with gradients for both where they are recorded.
+    """Returns the head's logits as an uncomputed tensor, with gradients for hidden states and head if autograd records.
 
-    Computes nothing. Call it inside the head's own call, see `call_inside`, with that call's hidden states. Without
-    them this makes that call, so that a head sharded by itself is gathered in the backward, too.
+    With `hidden`, call it inside the head's own call (`call_inside`), with that call's hidden states. Without `hidden`,
+    it makes that call, so that the backward also gathers a head that is sharded by itself.
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
     recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)
@@ -59,9 +58,9 @@ def lazy_logits(recipe: LogitsRecipe) -> torch.Tensor:
 
 
 class LazyLogits(torch.Tensor):
-    """Logits [..., V] that are computed by the function that reads them, once.
+    """Logits [..., V] that are computed once, when a function reads them.
 
-    Casts, slices and masks along tokens, scales, soft caps and softmax of them are LazyLogits, too; argmax, logsumexp,
+    Casts, slices and masks along tokens, scales, soft caps and softmax return LazyLogits again. argmax, logsumexp,
     amax, gather and cross_entropy are computed chunk by chunk.
     """
 
@@ -74,18 +73,18 @@ class LazyLogits(torch.Tensor):
         self._computed: torch.Tensor | None = None
         self._tracked: torch.Tensor | None = None
         self._layout = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
-        """Has the strides that plain logits would have."""
+        """A meta tensor with the strides that plain logits would have."""
         self._viewed: LazyLogits | None = None
-        """The logits of which these are a view."""
+        """The logits that these logits are a view of."""
         self._views: list[tuple[ref[LazyLogits], Callable]] = []
-        """The views of these that were made before they were computed, and how each is made."""
+        """Views of these logits made before the logits were computed, each with the function that makes it."""
 
     @property
     def is_computed(self) -> bool:
         return self._computed is not None or self._tracked is not None
 
     def computed(self) -> torch.Tensor:
-        """Returns the logits, computed now if they are not; with gradients where these are recorded."""
+        """Returns the logits, computing them on the first call; with a graph if autograd records."""
         if not (torch.is_grad_enabled() and self.requires_grad):
             if self._tracked is not None:
                 return self._tracked.detach()
@@ -101,14 +100,15 @@ class LazyLogits(torch.Tensor):
             return self.recipe.at_forward.compute(self.recipe, function, *along)
 
     def by_rows(self, function: Rowwise, *along: torch.Tensor) -> torch.Tensor:
-        """Returns function(logits [n, V], ...) of all rows [..., *], chunk by chunk, under the autocast of now."""
+        """Returns function(logits [n, V], ...) for all rows [..., *], computed chunk by chunk under the current
+        autocast."""
         function = autocast_now(self.device)()(function)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Read.apply(self, function, *along)
         return self._read(function, *along)
 
     def _derived(self, recipe: LogitsRecipe) -> "LazyLogits":
-        """Returns the logits of a recipe that begins with this one's, with a graph that leads back to these."""
+        """Returns the logits of `recipe`, which extends this recipe, with a graph that leads back to these logits."""
         if recipe is self.recipe:
             return self
         derived = LazyLogits(recipe)
@@ -119,11 +119,11 @@ class LazyLogits(torch.Tensor):
         return derived
 
     def _share(self, base: "LazyLogits", view: Callable) -> None:
-        """Remembers that these logits are a view of `base`, or a copy where plain logits would be a view. Before either
-        is changed in place, both are computed."""
+        """Records that these logits are a view of `base`, or a copy where plain logits would be a view. Both are
+        computed before either is changed in place."""
         self._viewed = base
         base._views.append((ref(self), view))
-        with suppress(RuntimeError):  # of a mask, which has values, and copies
+        with suppress(RuntimeError):  # masks, which depend on values, and copies fail
             self._layout = view(base._layout)
 
     @classmethod
@@ -161,11 +161,11 @@ class LazyLogits(torch.Tensor):
         """Computes all logits that may share memory with these."""
         if self._viewed is not None:
             return self._viewed._to_be_changed()
-        with torch.enable_grad():  # a clone, since autograd lets nobody change the view that a Function returned
+        with torch.enable_grad():  # a clone: autograd forbids in-place changes of a view that a Function returned
             self._become(self.computed().clone())
 
     def _become(self, tensor: torch.Tensor) -> None:
-        """Takes a plain tensor for these logits from now on, and views of it for their views."""
+        """Makes `tensor`, a plain tensor, the value of these logits, and views of it the values of their views."""
         self._tracked, self._computed, self._layout, views = tensor, None, tensor.to("meta"), self._views
         self._viewed, self._views = None, []
         for reference, view in views:
@@ -173,7 +173,7 @@ class LazyLogits(torch.Tensor):
                 other._become(view(tensor))
 
     def _unread(self) -> torch.Tensor:
-        """Returns these logits without a graph, not computed if they are not."""
+        """Returns these logits without a graph, and does not compute them."""
         if self.is_computed:
             return self.computed().detach()
         unread = LazyLogits(self.recipe.detached())
@@ -234,13 +234,13 @@ for _name in ("argmax", "logsumexp", "amax"):
 
 
 class _Read(torch.autograd.Function):
-    """Reads logits: all of them, or by rows."""
+    """Reads logits: all of them, or a function of their rows."""
 
     seqtile_of_all_ranks = True  # see seqtile.protocols.OF_ALL_RANKS
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, function: Rowwise | None, *along: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*along)  # which must not change
+        ctx.save_for_backward(*along)  # autograd then checks that they do not change
         ctx.read = (logits.recipe.detached(), function)
         found = logits._read(function, *along) if function is not None or logits._computed is None else logits._computed
         if not found.is_floating_point():
@@ -256,7 +256,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Derived(torch.autograd.Function):
-    """Connects logits to those from which they are made, without computing either."""
+    """Connects logits to the logits that they derive from, without computing either."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, derived: list[LazyLogits]) -> LazyLogits:
@@ -269,7 +269,7 @@ class _Derived(torch.autograd.Function):
 
 
 class _Edge(torch.autograd.Function):
-    """Connects logits to hidden states and to the leaves that the head trains, and computes nothing."""
+    """Connects logits to the hidden states and to the head's trainable leaves, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, recipe: LogitsRecipe, hidden: torch.Tensor, *leaves: torch.Tensor) -> LazyLogits:
@@ -292,7 +292,7 @@ class _Edge(torch.autograd.Function):
 def _add_gradients(
     leaf: torch.Tensor, leaves: list[torch.Tensor], sums: list, recipe: LogitsRecipe, function: Any, along: Any, d: Any
 ) -> None:
-    """Adds the gradients of one reading of logits to leaf.grad, that of hidden states, and to the leaves' sums."""
+    """Adds the gradients of one reading to leaf.grad (of the hidden states) and to the leaves' sums."""
     trained = [(weight, total) for weight, total in zip(leaves, sums, strict=True) if total is not None]
     call = head_alone(recipe.head)
 
@@ -318,16 +318,16 @@ def _add_gradients(
 
 
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
-"""Outside of `__torch_dispatch__`, in which autograd records nothing."""
+"""The dispatch keys that are excluded outside of `__torch_dispatch__`; inside it autograd records nothing."""
 Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Tensor]
 """The logits that were read, the function and its further tensors, and the gradient of the function's result."""
 
 
 class LazyGradient(torch.Tensor):
-    """The gradient of logits, represented by readings: each a function of the logits, and the gradient of its result.
-    `_Edge` computes with these; the tensor itself is computed only if a hook, or other code, reads it.
+    """The gradient of logits as a list of readings: each a function of the logits and the gradient of its result.
+    `_Edge` computes with the readings; the tensor itself is computed only if a hook or other code reads it.
 
-    `recipe` is that of the logits; that of a reading starts with the same views and steps.
+    `recipe` describes the logits. Each reading's recipe starts with the same views and steps.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -372,7 +372,7 @@ class LazyGradient(torch.Tensor):
             return LazyGradient(first.recipe, readings)
         args, kwargs = tree_map_only(cls, lambda gradient: gradient.computed(), (args, kwargs or {}))
         found = function(*args, **kwargs)
-        if isinstance(first, cls) and is_in_place(name):  # it has changed its first argument
+        if isinstance(first, cls) and is_in_place(name):  # `function` has changed its first argument
             first.readings = [(first.recipe, None, (), found)]
             return first
         return found

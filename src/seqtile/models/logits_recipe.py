@@ -1,8 +1,8 @@
-"""Records how logits are computed: the hidden states, the head, and the operations after it.
+"""Records how logits are computed: the hidden states, the head, and the operations after the head.
 
     hidden [..., D] ─ head ─ LogitsRecipe [..., V] ─ * 0.1 ─ / 30 ─ tanh ─ * 30 ─ LogitsRecipe, which knows all this
 
-A model's forward may scale, cap, cast, flatten, and slice along tokens a recipe as it does logits. A loss that knows
+A model's forward may scale, cap, cast, flatten and slice (along tokens) a recipe as it does logits. A loss that accepts
 recipes reads from it what to compute. Any other function computes the logits and continues with them.
 """
 
@@ -26,12 +26,12 @@ logger = logging.get_logger(__name__)
 
 
 class Step(NamedTuple):
-    """An operation on logits: a tensor's method, one of mul, div, add, tanh, to, softmax and log_softmax."""
+    """An operation on logits: one of the tensor methods mul, div, add, tanh, to, softmax and log_softmax."""
 
     name: str
     arguments: tuple
     under: Callable[[], AbstractContextManager] = nullcontext
-    """Makes the autocast context of the code that applies the step after the forward."""
+    """Returns an autocast context: the autocast of the code that applied the step after the forward."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         with self.under():
@@ -39,12 +39,12 @@ class Step(NamedTuple):
 
 
 def autocast_now(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Returns a function that makes contexts with the autocast that is active now."""
+    """Returns a function that creates contexts with the autocast that is active now."""
     return partial(torch.autocast, *autocast_on(device), cache_enabled=False)
 
 
 class Affine(NamedTuple):
-    """Logits as `linear_cross_entropy` takes them: scale * head(hidden) + the sum of `added`, soft-capped."""
+    """Logits in the form that `linear_cross_entropy` takes: scale * head(hidden) + sum(`added`), soft-capped."""
 
     scale: float
     added: list[torch.Tensor]
@@ -53,21 +53,21 @@ class Affine(NamedTuple):
 
 
 class LogitsRecipe:
-    """Stands for head(hidden) [..., V] after some steps. `cross_entropy` replaces torch's if a forward calls that, and
-    returns NotImplemented for unknown arguments."""
+    """Represents head(hidden) [..., V] after some steps. If a forward calls torch's cross_entropy, `cross_entropy` runs
+    instead; it returns NotImplemented for unknown arguments."""
 
     def __init__(self, hidden: torch.Tensor, head: nn.Module, cross_entropy: Callable | None = None):
         self.hidden, self.head, self.cross_entropy = hidden, head, cross_entropy
         self.views: tuple[View, ...] = ()
-        """The views that made `hidden` from the hidden states that the head got."""
+        """The views that made `hidden` from the head's input."""
         self.steps: tuple[Step, ...] = ()
         self.dtype = (hidden.dtype != torch.float64 and autocast_dtype(hidden)) or hidden.dtype
         self.root: LogitsRecipe | None = None
-        """The recipe that the head returned and from which this one was made; None in that recipe itself."""
+        """The recipe that the head returned and that this one derives from; None in that recipe itself."""
         self.at_forward: Any = None
         """The state of the forward, for later readers, see `AtForward`."""
         self.tensor: torch.Tensor | None = None
-        """The head's output as a tensor with its gradient, once it is made."""
+        """The head's output as a tensor with a gradient, once made."""
         self._real: torch.Tensor | None = None
 
     @property
@@ -81,11 +81,11 @@ class LogitsRecipe:
 
     @property
     def affine(self) -> Affine | None:
-        """The steps as one affine function with or without a soft cap; None if they are something else."""
+        """The steps as one affine function with an optional soft cap; None if they are not of that form."""
         scale, softcap, added = 1.0, None, []
         steps = [(name, *arguments) for name, arguments, _ in self.steps if name != "to"]
         for i, (name, *arguments) in enumerate(steps):
-            if name == "tanh":  # and then times the cap, and nothing more
+            if name == "tanh":  # only `* softcap` may follow
                 if [name for name, *_ in steps[i + 1 :]] != ["mul"] or (softcap := steps[i + 1][1]) <= 0:
                     return None
                 return Affine(scale * softcap, [tensor * softcap for tensor in added], softcap)
@@ -106,14 +106,14 @@ class LogitsRecipe:
         return logits
 
     def real(self, reader: str) -> torch.Tensor:
-        """Computes the logits for the forward that reads them; once, however often it does."""
+        """Computes the logits once, for a forward that reads them. `reader` names what reads them."""
         if self._real is None:
             logger.warning_once(f"the forward reads its logits ({reader}), so they are computed, untiled")
             self._real = self.of(self.hidden)
         return self._real
 
     def changed(self, **fields: Any) -> "LogitsRecipe":
-        """Returns a recipe with other fields, which nobody has read."""
+        """Returns a copy with other fields, of which nothing is computed yet."""
         other = object.__new__(type(self))
         vars(other).update(vars(self) | {"_real": None, "tensor": None} | fields)
         return other
@@ -182,7 +182,7 @@ def _added(recipe: LogitsRecipe, other: Any, **kwargs: Any) -> Any:
     per_word = isinstance(other, torch.Tensor) and other.numel() == other.shape[-1:].numel() == recipe.shape[-1]
     if not per_word or kwargs or other.dim() > recipe.dim():
         return NotImplemented
-    if recipe.at_forward is not None:  # by a reader, who may change it before it is added
+    if recipe.at_forward is not None:  # a reader may change `other` before it is added
         if other.requires_grad:
             return NotImplemented
         other = other.clone()
@@ -202,7 +202,7 @@ def _softmax(
         return NotImplemented
     recipe = recipe if dtype is None else _to(recipe, dtype)
     number = torch.empty(1, dtype=recipe.dtype, device=recipe.device)
-    dtype = getattr(number, name)(-1).dtype  # autocast may change it, on a GPU other than on a CPU
+    dtype = getattr(number, name)(-1).dtype  # autocast may change it, and differently on a GPU and a CPU
     return recipe.then(name, -1, dtype=dtype)
 
 
@@ -222,7 +222,7 @@ def _rules() -> dict[str, Callable]:
 
 
 RULES = _rules()
-"""What a recipe goes through uncomputed, by the name of a tensor's method or of torch's function: each returns a
-recipe, or NotImplemented where the logits have to be computed."""
+"""The operations that leave a recipe uncomputed, by the name of a tensor method or torch function. Each returns a
+recipe, or NotImplemented if the logits must be computed."""
 for _name in "mul rmul truediv add radd getitem sub rsub matmul pow neg lt le gt ge len iter".split():
     setattr(LogitsRecipe, f"__{_name}__", partialmethod(LogitsRecipe._call, f"__{_name}__"))

@@ -1,13 +1,13 @@
-"""Puts a tiled forward on a class, and takes it off.
+"""Puts a tiled forward on a class and removes it.
 
-A tiled forward always stands on a class, of which it is the forward. A single module is tiled by changing its class to
-a new subclass of the old one. All such modules of one class share the subclass:
+A tiled forward is always the forward of a class. To tile a single module, seqtile changes the module's class to a new
+subclass of the old one. All modules of one class that are tiled this way share the subclass:
 
-    a class    LlamaMLP.forward = tiled                            tiled.seqtile_placement: what it stands in for
+    a class    LlamaMLP.forward = tiled                            tiled.seqtile_placement: what it replaces
     a module   mlp.__class__ = a class derived from type(mlp), whose forward is tiled
 
-A copy of a module is of the same class, so it is tiled, computes with what is its own, and can be restored by itself;
-no list of models is kept.
+A copy of a module has the same class. It is therefore tiled too, uses its own weights, and can be restored by itself.
+seqtile keeps no list of models.
 """
 
 import copy
@@ -26,9 +26,9 @@ from seqtile.models.forms import behind_renaming
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
-KNOWN_PACKAGES = ("transformers", "liger_kernel")  # a tiled forward may replace forwards of these
-_DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # the options, by part
-_OWN = "_seqtile_placement"  # of a class made for modules that are tiled alone: its Placement, None if it undoes one
+KNOWN_PACKAGES = ("transformers", "liger_kernel")  # a tiled forward may replace forwards from these packages
+_DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # options that decide a forward
+_OWN = "_seqtile_placement"  # on classes made for single modules: the Placement, or None if the class undoes one
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Options:
     head_groups: int | str | None = None
     chunk_tokens: int | None = None
     check: bool | str = True
-    """Whether the first training step compares itself with the untiled model; "full" for every gradient."""
+    """Whether the first training step compares itself with the untiled model; "full" compares every gradient."""
 
     @property
     def parts(self) -> frozenset[str]:
-        """The names of the parts."""
+        """The names of the parts to tile."""
         return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
 
     def validate(self) -> None:
-        """Raises TypeError or ValueError for options that no architecture can have."""
+        """Raises TypeError or ValueError for options that are invalid for every architecture."""
         groups = self.head_groups
         resolve_chunk_tokens(self.chunk_tokens, 1)
         if not isinstance(self.check, bool) and self.check != "full":
@@ -70,19 +70,19 @@ class Options:
 
 @dataclass
 class Placement:
-    """A tiled forward, and the one that it replaces."""
+    """A tiled forward and the forward that it replaces."""
 
     forward: Callable
     original: Callable
-    """The forward that runs if the tiled forward does not tile a call."""
+    """The forward that runs when the tiled forward does not tile a call."""
     previous: Callable | None
-    """The forward in the owner's own namespace before; None if there was none."""
+    """The owner's own forward (in its namespace) before; None if there was none."""
     options: Options
     part: str = ""
     """The part that it tiles, as `apply_seqtile` names it; "" if it only runs the first step's check."""
 
     def is_of(self, options: Options) -> bool:
-        """Returns whether these options would make the same forward."""
+        """Returns whether `options` would produce the same forward."""
         names = _DECIDING.get(self.part, ("chunk_tokens", "check"))
         return all(getattr(self.options, name) == getattr(options, name) for name in names)
 
@@ -97,24 +97,25 @@ def is_own_class(cls: type) -> bool:
 
 
 def _pickled(cls: type) -> Any:
-    """A module comes out of a pickle untiled, and seqtile need not be there to load it."""
-    return (copy.copy, (cls.__base__,)) if is_own_class(cls) else cls.__qualname__  # copying a class returns it
+    """Pickles a module's derived class as its base, so that unpickling gives an untiled module and does not need
+    seqtile."""
+    return (copy.copy, (cls.__base__,)) if is_own_class(cls) else cls.__qualname__  # copy.copy returns a class itself
 
 
 @cache
 def _pickled_as_its_base(metaclass: type) -> type:
-    """Returns a metaclass, by which pickle knows the classes that are made here."""
+    """Returns a metaclass whose classes `_pickled` pickles."""
     derived = type(metaclass.__name__, (metaclass,), {})
     copyreg.pickle(derived, _pickled)
     return derived
 
 
 def _like(original: Callable, forward: Callable) -> Callable:
-    """Returns `forward` with the name, the documentation and the signature of the original one, much as functools.wraps
-    does, but without the `__wrapped__` that it leaves.
+    """Returns `forward` with the name, docstring and signature of `original`, like functools.wraps, but without
+    `__wrapped__`.
 
     The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
-    not, because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end: it would take seqtile off
+    dropped because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end, and would remove seqtile
     together with its own wrapper.
     """
     update_wrapper(forward, original)
@@ -127,24 +128,24 @@ def _own_class(base: type, forward: Callable, placement: Placement | None) -> ty
     """Returns a subclass of `base` with another forward and the same name and module."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _OWN: placement}
     cls = _pickled_as_its_base(type(base))(base.__name__, (base,), names)
-    cls.forward = forward  # now, since a decoder layer's class wraps the forward that it finds when it is made
+    cls.forward = forward  # after creation: a decoder layer's class wraps the forward that it is created with
     return cls
 
 
 def placement_at(owner: Owner, forward: Callable | None = None) -> Placement | None:
-    """Returns the Placement of the tiled forward at `owner` (of its forward, or the one given), also behind other
-    libraries' wrappers; None if there is none."""
+    """Returns the Placement of the tiled forward at `owner`, looking through other libraries' wrappers; None if there
+    is none. With `forward`, starts there instead of at the owner's forward."""
     return next((found for function in inwards(owner, forward) if (found := placement_of(function))), None)
 
 
 def placement_of(function: Callable | None) -> Placement | None:
-    """Returns the Placement of a tiled forward; None of any other function."""
+    """Returns the Placement of a tiled forward; None for any other function."""
     placement = getattr(function, "seqtile_placement", None)
     return placement if placement is not None and placement.forward is function else None  # wrappers copy attributes
 
 
 def original_forward(owner: Owner) -> Callable:
-    """Returns the original of the tiled forward at `owner`, also behind other libraries' wrappers; else its forward."""
+    """Returns the forward that the tiled forward at `owner` replaced, or the current forward if none is tiled."""
     placement = placement_at(owner)
     return placement.original if placement else current_forward(owner)
 
@@ -157,14 +158,14 @@ def computed_forward(owner: Owner) -> Callable:
 
 
 def wrappers_at(owner: Owner) -> list[Callable]:
-    """Returns other libraries' wrappers around the tiled forward at `owner`, the outermost first."""
+    """Returns other libraries' wrappers around the tiled forward at `owner`, outermost first."""
     placement = placement_at(owner)
     return list(takewhile(lambda function: function is not placement.forward, inwards(owner))) if placement else []
 
 
 def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]:
-    """Yields the owner's forward, or the one given, then what it wraps: its `__wrapped__`, or a forward of the owner's
-    that it keeps in its closure, as TRL's does."""
+    """Yields the owner's forward (or `forward`), then each function that it wraps: its `__wrapped__`, or a method of
+    the owner that it keeps in its closure, as TRL's wrapper does."""
     seen: set[int] = set()
     waiting = [forward or current_forward(owner)]
     while waiting:
@@ -192,16 +193,18 @@ def own_forward(owner: Owner) -> Any:
 
 def current_forward(owner: Owner) -> Any:
     """Returns the function that runs as the owner's forward. Hugging Face wraps the forward of every subclass of a
-    decoder layer, such as FSDP2's, to checkpoint it. A tiled forward is found inside that wrapper too."""
+    decoder layer, such as FSDP2's, to checkpoint it; a tiled forward inside that wrapper is found too."""
     forward = own_forward(owner) or _type_of(owner).forward
     tiled = decorated(forward)
     return tiled if placement_of(tiled) is not None else forward
 
 
 def check_place(owner: Owner, options: Options) -> None:
-    """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
+    """Raises ValueError if a tiled forward at `owner` would skip the code of another library, or could not be removed
+    again."""
     forward, placement = current_forward(owner), placement_at(owner)
-    # Known, or of its class and what that is derived from, such as the module that comes with a model on the hub.
+    # Accept known packages and the packages of the owner's class and base classes, such as code from a model on the
+    # Hub.
     homes = {base.__module__.split(".")[0] for base in _type_of(owner).__mro__} - {"torch", "builtins"}
     homes |= set(KNOWN_PACKAGES)
     if placement is None and isinstance(owner, nn.Module) and isinstance(vars(owner).get("forward"), FunctionType):
@@ -225,8 +228,9 @@ def check_place(owner: Owner, options: Options) -> None:
 def place(
     owner: Owner, wrap: Callable[[Callable], Callable], options: Options, classes: dict[tuple, type], part: str = ""
 ) -> None:
-    """Gives `owner` the tiled forward that `wrap` makes of its forward (a plain function), unless it has the same one.
-    `part` is what it tiles. Modules of one class share one derived class, which is added to `classes`.
+    """Replaces the owner's forward (a plain function) by the tiled forward that `wrap` makes of it, unless it is
+    already tiled the same way. `part` names what is tiled. Modules of one class share one derived class, which is added
+    to `classes`.
 
     A tiled forward on the module's class does not count as one on the module, so restoring the class leaves the module
     tiled.
@@ -236,7 +240,7 @@ def place(
         return
     original = current_forward(owner) if there is None else there.original
     if there is not None and there is mine:
-        before = there.previous  # a tiled forward with other options gives way to this one
+        before = there.previous  # replace a tiled forward that has other options
     base = _type_of(owner)
     if base is not owner and vars(base).get(_OWN) is not None:
         base = base.__base__
@@ -264,7 +268,7 @@ def check_unplace(owner: Owner) -> None:
 
 
 def unplace(owner: Owner) -> None:
-    """Restores what `place` replaced. What another library has put there since stays."""
+    """Restores the forward that `place` replaced. A forward that another library has put there since stays."""
     placement = _placed_at(owner)
     if placement is None:
         return
@@ -279,19 +283,19 @@ def unplace(owner: Owner) -> None:
             owner.forward = MethodType(placement.previous, owner)
     while _placed_at(owner) is not None:
         own, cls = next(filter(is_own_class, type(owner).__mro__)), type(owner)
-        # Another library may have derived one more class, as FSDP2 does: then one above that undoes it.
+        # If another library has derived a further class, as FSDP2 does, derive one more that restores the forward.
         owner.__class__ = own.__base__ if own is cls else _own_class(cls, own.__base__.forward, None)
 
 
 def _placed_at(owner: Owner) -> Placement | None:
-    """Returns the Placement at the owner itself, not at a module's class."""
+    """Returns the Placement at the owner itself; for a module, ignores its class's Placement."""
     if isinstance(owner, type):
         return placement_at(owner, vars(owner)["forward"]) if "forward" in vars(owner) else None
     return next((vars(cls)[_OWN] for cls in type(owner).__mro__ if is_own_class(cls)), None)
 
 
 def package_of(forward: Callable) -> str:
-    """Returns the package whose code a forward is.
+    """Returns the package whose code a forward runs.
 
     A wrapper belongs to its own author, whatever name functools.wraps gave it. Only a wrapper made by a Hugging Face
     decorator belongs to the package of the function that it wraps.
@@ -301,7 +305,7 @@ def package_of(forward: Callable) -> str:
 
 
 def decorated(forward: Callable) -> Callable:
-    """Returns the forward that Hugging Face's decorators stand around; else itself."""
+    """Returns the function inside Hugging Face's decorators, or `forward` itself if it has none."""
     while home_of(forward).startswith("transformers.") and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward

@@ -1,12 +1,12 @@
-"""Proves on a small model of the same class, part by part, that a tiled part computes the same as untiled.
+"""Tests each part on a small model of the same class: does the tiled part compute the same as the untiled one?
 
     small model, float32, untiled  ─> loss, gradients
     the same, embeddings changed by one bit  ─> the size of rounding errors
-    the same, one part tiled by 7 tokens  ─> within what difference.py allows, or that part is refused
+    the same, one part tiled in chunks of 7 tokens  ─> within what difference.py allows, or that part is refused
 
-proven.json records what was proven before a release: hashes of the file that holds the classes, and of the config
-without its sizes. If both are recorded, nothing is run. Modules that a user replaced are not in the small model, see
-replaced.py.
+proven.json lists what was proven before a release: hashes of the files that define the classes, and of their configs
+without sizes. If both hashes are listed, nothing runs. The small model does not contain modules that a user replaced,
+see replaced.py.
 """
 
 import copy
@@ -55,8 +55,8 @@ PROVEN_ALONE = (LOSS, MLP, EXPERTS, LAYER)  # the other parts are tiled with lay
 
 
 def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
-    """Returns a function that says why a module of `model` must not be tiled as a part: it differs when tiled, or
-    nothing proves that it does not. It returns None if the module may be tiled."""
+    """Returns a function that says why a module of `model` must not be tiled as a part: it computes something else when
+    tiled, or nothing proves that it does not. The function returns None if the module may be tiled."""
     origin = _origin_of(model)
     places = {module: place for place, module in modules_by_place(model)}
     sizes = sizes_of(model)
@@ -68,7 +68,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if isinstance(origin, str):
             return f"{_UNPROVABLE}: {origin}"
         homes = set()
-        if part is LOSS:  # the model's own forward runs unchanged, and its head gets chunks
+        if part is LOSS:  # the model's own forward runs unchanged; only its head runs in chunks
             homes, module = homes_of(model), model.get_output_embeddings()
         root = inside_wrappers(module)
         older = (origin.model_class.__module__,) if origin.meaning is None else ()  # built before Liger's patch
@@ -83,7 +83,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))
-        if isinstance(proof, str):  # this config's small model does not run; another config's may have
+        if isinstance(proof, str):  # the small model of this config does not run; that of another config may have
             of_any = all(origin.is_known(home, of_any_config=True) for home in homes)
             return None if of_any else f"{_UNPROVABLE}: {proof}"
         cls = class_of(model if part is LOSS else module)
@@ -93,16 +93,17 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
 
 
 class _Origin(NamedTuple):
-    """What a model's class makes from its config, sizes aside."""
+    """The model that a class builds from its config, sizes aside."""
 
     model_class: type[PreTrainedModel]
     made: Made
     meaning: str | None
-    """The hash of the config without sizes. None if the class calls Liger's kernels, which no CPU runs: then any
+    """The hash of the config without sizes. None if the class calls Liger's kernels, which no CPU can run: then any
     record of its file counts."""
 
     def is_known(self, home: str, of_any_config: bool = False) -> bool:
-        """Returns whether a Python module was proven, or is of a library whose layers treat each token by itself."""
+        """Returns whether a Python module is proven, or belongs to a library whose layers treat each token by
+        itself."""
         if home.split(".")[0] == "torch" or is_of_library(home):
             return True
         meanings = _proven().get(fingerprint(home), ())
@@ -110,8 +111,8 @@ class _Origin(NamedTuple):
 
 
 def _origin_of(model: PreTrainedModel) -> _Origin | str:
-    """Returns the origin of a model: of its class, or of the first base class that can be built from a config alone. If
-    there is none, returns why."""
+    """Returns the origin of a model: from its class, or from the first base class that can be built from a config
+    alone. If there is none, returns why."""
     first, *bases = classes_of(model)
     found = "it is no model of Hugging Face's"
     for cls in (first, *(base for base in bases if "forward" in vars(base))):
@@ -128,7 +129,7 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
 
 
 def _calls_liger(model_class: type) -> bool:
-    """Returns whether Liger has replaced a class's forward, or something else in its module."""
+    """Returns whether Liger has replaced a class's forward or anything else in the module that defines the class."""
     things = [original_forward(model_class), *vars(sys.modules[model_class.__module__]).values()]
     things += [base for thing in things if isinstance(thing, type) for base in thing.__mro__]
     return any(str(getattr(thing, "__module__", None)).startswith("liger_kernel.") for thing in things)
@@ -140,26 +141,26 @@ class Finding(NamedTuple):
     part: Part
     cls: type
     modules: int
-    """Their number in the model."""
+    """The number of these modules in the model."""
     chunked: str | None
-    """Why they run in chunks; None if they are fused."""
+    """Why the modules run in chunks; None if they are fused."""
     groups: bool
-    """True if they are layers whose attention computes the same by groups of heads."""
+    """True if the modules are layers whose attention computes the same in groups of heads."""
     refusal: str | None
-    """Why they must stay untiled: what differs when they are tiled; None if nothing does."""
+    """Why the modules must stay untiled: what differs when they are tiled; None if nothing differs."""
     error: float
-    """The largest error of the loss or of a weight's gradient, relative to its norm, against the model in float64; NaN
-    if it fails."""
+    """The tiled model's largest error of the loss or of a weight's gradient against float64, relative to its norm; NaN
+    if the model fails."""
     untiled_error: float
-    """That of the untiled model."""
+    """The same for the untiled model."""
 
 
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
     """Tiles each part of a small float32 model, one class after the other, and yields the results."""
-    # On a copy: some code leaves tensors of a graph on its modules, and these cannot be copied.
+    # On a copy: some models leave tensors with a graph on their modules, and such tensors cannot be copied.
     untiled = cache(lambda nudge: gradients_of(copy.deepcopy(model), nudge=nudge))
     plain = truth = untiled(0.0)
-    with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever its input
+    with suppress(RuntimeError, ValueError, TypeError):  # some models compute in float32 whatever their input
         truth = gradients_of(copy.deepcopy(model).double())
     for part in PROVEN_ALONE:
         for cls in dict.fromkeys(class_of(module) for module in _tileable(model, part)):
@@ -175,7 +176,7 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
 
 
 def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.Module]:
-    """Returns the modules that can be tiled as a part, all or those of a class."""
+    """Returns the modules that can be tiled as a part; with `cls`, only those of that class."""
     modules = [module for module in part.modules(model) if cls is None or class_of(module) is cls]
     return [module for module in modules if part.refusal(module) is None]
 
@@ -183,8 +184,8 @@ def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.
 def _compare_part(
     model: PreTrainedModel, part: Part, cls: type, options: Options, untiled: Untiled
 ) -> tuple[Vectors | None, str | None]:
-    """Tiles the modules of a class as a part. Returns loss and gradients, None if the model fails; and what differs,
-    None if nothing does."""
+    """Tiles the modules of a class as a part. Returns loss and gradients (None if the model fails), and what differs
+    (None if nothing does)."""
     try:
         tiled = tiled_copy(model, part, cls, options)
         return compare(tiled, some_words(), _tileable(tiled, part, cls), CHUNK, untiled)
@@ -195,23 +196,23 @@ def _compare_part(
 def compare(
     tiled: PreTrainedModel, inputs: Inputs, modules: Sequence[nn.Module], chunk_tokens: int, untiled: Untiled
 ) -> tuple[Vectors, str | None]:
-    """Returns the loss and gradients of a tiled model; and what differs from the untiled model's, or why the comparison
-    proves nothing since the tiled `modules` did not run in chunks; None if all is the same."""
+    """Returns the loss and gradients of a tiled model, and what differs from the untiled model. If the tiled `modules`
+    did not run in chunks, says so instead, because the comparison then proves nothing. None if nothing differs."""
     with WayTaken(modules, chunk_tokens) as way:
         found = gradients_of(tiled, inputs)
     plain = untiled(0.0)
     if not all(bool(vector.isfinite().all()) for vector in plain.values() if vector is not None):
         return found, "the loss or a gradient of a small model of its class is not finite"
     differs = difference(plain, found, plain, EPS)
-    if differs is not None:  # compare with how far rounding goes
+    if differs is not None:  # compare with the size of rounding errors
         differs = difference(plain, found, untiled(EPS), EPS)
     return found, f"{differs.said} when it is tiled" if differs else way.refusal
 
 
 class WayTaken:
-    """A context that counts whether modules run chunked or untiled. A chunked call has a node of one of seqtile's
-    autograd Functions between its inputs and outputs. Calls with no more tokens than a chunk do not count, except of a
-    module that gets no hidden states, such as a whole model."""
+    """A context that counts whether modules run chunked or untiled. A chunked call has a node of a seqtile autograd
+    Function between its inputs and outputs. Calls that fit in one chunk do not count, except of modules that get no
+    hidden states, such as a whole model."""
 
     def __init__(self, modules: Sequence[nn.Module], chunk_tokens: int):
         self.chunked = self.untiled = 0
@@ -229,7 +230,7 @@ class WayTaken:
 
     @property
     def refusal(self) -> str | None:
-        """Says why the run proves nothing about the modules; None if it does."""
+        """Says why the run proves nothing about the modules; None if it proves something."""
         if self.untiled:
             return "its forward ran untiled"
         if not self.chunked:
@@ -266,7 +267,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _error(found: Vectors | None, truth: Vectors) -> float:
-    """Returns the largest relative error, leaving out vectors that are tiny beside the largest."""
+    """Returns the largest relative error over all vectors that are not tiny beside the largest."""
     if found is None:
         return math.nan
     sizes = {name: float(true.norm()) for name, true in truth.items() if true is not None}
@@ -286,7 +287,7 @@ def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) 
 
 
 def some_words() -> Inputs:
-    """Returns arguments for a model: a few random tokens, some without a label."""
+    """Returns model inputs: a few random tokens, some without a label."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         ids = torch.randint(5, WORDS - 5, (2, 3 * CHUNK + 2))
@@ -295,8 +296,8 @@ def some_words() -> Inputs:
 
 
 def gradients_of(model: PreTrainedModel, inputs: Inputs | None = None, nudge: float = 0.0) -> Vectors:
-    """Returns a model's loss on `inputs`, and the gradients of its parameters and of its embeddings' output, which is
-    changed by `nudge`."""
+    """Returns a model's loss on `inputs`, and the gradients of its parameters and of its embeddings' output. `nudge`
+    changes that output by a relative amount."""
     leaves = {name: leaf for name, leaf in model.named_parameters() if leaf.requires_grad and leaf.numel()}
     inputs = some_words() if inputs is None else inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -305,7 +306,7 @@ def gradients_of(model: PreTrainedModel, inputs: Inputs | None = None, nudge: fl
 
 
 class _Key(str):
-    """A config as a key of a cache: its text, with the config as an attribute."""
+    """A config as a cache key: its text, with the config as an attribute."""
 
     config: PreTrainedConfig
 
@@ -322,8 +323,8 @@ def _small_config_of(model_class: type[PreTrainedModel], key: _Key) -> PreTraine
 
 @cache
 def _proof_of(model_class: type[PreTrainedModel], key: _Key) -> dict[tuple[str, type], str | None] | str:
-    """Returns why modules must stay untiled, by part and class. If the small model cannot be built or does not run,
-    returns why."""
+    """Returns why modules must stay untiled, by part and class. If the small model cannot be built or run, returns
+    why."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small models are slower on many threads
     try:
@@ -350,7 +351,7 @@ def digest(small: PreTrainedConfig) -> str:
 
 @cache
 def _proven() -> dict[str, set[str]]:
-    """Returns the hashes of proven files, of all releases of transformers, each with the hashes of its configs."""
+    """Returns the hashes of proven files, for all releases of transformers, each with the hashes of its configs."""
     known: dict[str, set[str]] = {}
     for files in (json.loads(PROVEN.read_text())).values():
         for file, digests in files.items():

@@ -1,8 +1,8 @@
-"""The sweep over a model's variants: config values, batches and settings that change which code runs. Each variant is
-built small, and compared with all parts tiled together and untiled.
+"""Tests a model's variants: config values, batches and settings that change which code runs. Each variant is built
+small and runs twice, untiled and with all parts tiled together.
 
 small model of the variant's config, untiled, its batch ───> loss, gradients
-the same, all parts tiled by 11 tokens as by apply_seqtile ─> within what difference.py allows, or refused by name
+the same, all parts tiled by apply_seqtile in chunks of 11  ─> within what difference.py allows, or refused by name
 """
 
 import copy
@@ -25,9 +25,9 @@ from seqtile.models.proof import CHUNK, PROVEN_ALONE, Inputs, compare, gradients
 from seqtile.models.small import HEADS, configs_in, small_model
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
-CHUNK_TOKENS = 11  # so that there are several chunks of experts too, which are up to four times as long
+CHUNK_TOKENS = 11  # small enough for several chunks of experts, whose chunks are up to four times as long
 Batch = Callable[[PreTrainedModel, Inputs], Inputs]
-"""Changes a model's settings, and returns changed inputs for it."""
+"""Changes a model's settings and returns changed inputs."""
 _UNSAID = ("output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "add_cross_attention")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # other values of fields that are not booleans
@@ -49,18 +49,18 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # other values of fields that are
     "position_embedding_type": ("absolute", "alibi", "rope", "nope", None),
 }
 _WITH_IT = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 72}}
-"""Further fields that a switch needs when it is on."""
+"""The fields that a switch needs when it is on."""
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
 
 
 def _sdpa(batch: Batch, model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Another batch, with torch's attention instead of eager attention."""
+    """Runs another batch with torch's SDPA instead of eager attention."""
     model.set_attn_implementation("sdpa")
     return batch(model, inputs)
 
 
 def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Documents of several lengths in a row, told apart by their positions; `use_cache` is left to the config."""
+    """Packs documents of several lengths in a row, separated by their positions. The config decides `use_cache`."""
     length = inputs["labels"].shape[1]
     rows = [torch.cat([torch.arange(cut), torch.arange(length - cut)]) for cut in (CHUNK - 2, 2 * CHUNK)]
     for part in configs_in(model.config).values():
@@ -69,7 +69,7 @@ def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def _padded(padding: slice, model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """The second row padded."""
+    """Pads the second row."""
     mask = torch.ones_like(inputs["labels"])
     mask[1, padding] = 0
     return inputs | {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
@@ -111,10 +111,10 @@ class Variant(NamedTuple):
 
     name: str
     changes: dict[str, Any]
-    """Of the text model's config, by field name; a field of a nested config after its prefix and a dot."""
+    """Changed fields of the text model's config, by name; fields of a nested config have its prefix and a dot."""
     batch: Batch = _as_it_is
     is_whole: bool = False
-    """True if the full config is changed before it is made small, since the changes need all layers."""
+    """True if the full config is changed before it is made small, because the changes need all layers."""
 
 
 def variants_of(
@@ -160,7 +160,7 @@ def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
 
 
 def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
-    """Returns a copy of a config with changed fields of its text config. They are set as attributes, so that the class
+    """Returns a copy of a config with changed fields of its text config. Sets them as attributes, so that the class
     does not derive other fields from them."""
     changed = copy.deepcopy(config)
     inside = configs_in(changed.get_text_config())
@@ -181,8 +181,8 @@ class Row(NamedTuple):
 
 
 def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Row]:
-    """Yields a row for each variant of a config's small model, the model without changes first. Raises ValueError if
-    that cannot be built."""
+    """Yields a row for each variant of a config's small model, starting with the unchanged model. Raises ValueError if
+    the unchanged model cannot be built."""
     small, known = small_model(model_class, config).config, None
     for variant in variants_of(model_class, config, small):
         row, refusals = _tried(model_class, config if variant.is_whole else small, variant, known)
@@ -195,7 +195,8 @@ def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Itera
 def _tried(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, variant: Variant, known: dict[str, str] | None
 ) -> tuple[Row, dict[str, str]]:
-    """Returns the result for a variant, and all its refusals. Those in `known` are not reported; None: report none."""
+    """Returns the result for a variant, and all its refusals. The result reports only refusals that are not in `known`,
+    and none if `known` is None."""
     refusals: dict[str, str] = {}
     try:
         model = small_model(model_class, changed(config, variant.changes))
@@ -240,12 +241,12 @@ def _difference(
     proof: Proof,
 ) -> str | Exception | None:
     """Returns what differs when the model is tiled, or the error that tiling or running it raises; None if nothing
-    differs. Adds to `refusals` what is left untiled."""
+    differs. Adds the parts that stay untiled to `refusals`."""
     tiled, inputs = _called(model, variant)
     try:
         apply(model.config.model_type, tiled, options, proof)
         placed = [module for part in PROVEN_ALONE for module in part.modules(tiled) if placement_at(module)]
-        if not placed:  # not even a loss
+        if not placed:  # not even the loss is tiled
             refusals["all"] = "it has no part that can be tiled"
             return None
         if (options.layer or options.loss) and "use_cache" not in inputs:  # tiled parts make no cache in training
@@ -258,7 +259,7 @@ def _difference(
 
 
 def _trusting(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
-    """Replaces the proof: every part that can be tiled may be tiled."""
+    """Replaces the proof: allows every part that can be tiled."""
     return lambda part, module: None
 
 

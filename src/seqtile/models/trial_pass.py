@@ -1,7 +1,7 @@
-"""Runs a forward and a backward of a model without side effects: everything they change is restored.
+"""Runs a forward and a backward of a model without side effects, and restores everything that they change.
 
 module.__dict__, its buffers      restored, also values that were changed in place
-hooks of users                    not called, on modules or parameters; on modules other hooks replace them
+users' hooks                      not called, on modules or parameters; substitutes replace them on modules
 random numbers, autocast's casts  restored
 .grad, main_grad                  not touched; a temporary main_grad replaces the user's
 dropout, checkpointing            off
@@ -32,15 +32,15 @@ from seqtile.models.weights import innermost, is_users
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.protocols import SHARDED
 
-SMALL = 2**22  # most elements of a parameter whose gradient is compared, and of a buffer that is restored
-_ALMOST_NONE = 1e-30  # a rate that drops nothing but is not 0, so that the same code runs
+SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is restored, in elements
+_ALMOST_NONE = 1e-30  # a dropout rate that drops nothing but is not 0, so that the same code runs
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TOP_K = torch.ops.aten.topk.default
 Placed = dict[nn.Module, Placement]
 
 
 def tiled_modules(model: nn.Module) -> Placed:
-    """Returns the placements of tiled forwards, by module, in a model."""
+    """Returns the Placement of every tiled module in a model."""
     found = {module: placement_at(module) for module in model.modules()}
     return {module: placement for module, placement in found.items() if placement is not None}
 
@@ -54,39 +54,39 @@ class Pass:
     """The model's untiled forward, a plain function."""
     inputs: dict[str, Any]
     placed: Placed
-    """The model's modules with a tiled forward."""
+    """The model's modules that have a tiled forward."""
     chunk_tokens: int
     full: bool
-    """True to compare the gradients of all parameters, also of large ones."""
+    """True to compare the gradients of all parameters, including large ones."""
     ranks: Ranks
 
     def __post_init__(self) -> None:
         self.choices = SameChoices() if experts_in(self.model) else nullcontext()
         self.with_main_grad = [name for name, each in self.model.named_parameters() if "main_grad" in vars(each)]
         self.main_grads: dict[str, torch.Tensor] = {}
-        """The values of the temporary `main_grad`s at the start of a pass: the gradients of the first pass."""
+        """The temporary `main_grad`s at the start of a pass: the gradients of the first pass."""
 
     def run(self, *, tiled: Placed, nudge: float = 0.0, seed: int = 1) -> Vectors:
-        """Returns the loss and the gradients, with only the `tiled` ones of the `placed` modules tiled. For `nudge` and
-        `seed` see `loss_and_gradients`."""
+        """Returns the loss and gradients with only `tiled` of the `placed` modules tiled. For `nudge` and `seed` see
+        `loss_and_gradients`."""
         untiled = {module: placement for module, placement in self.placed.items() if module not in tiled}
         inputs, forward = dict(self.inputs), self.original
         if self.model in tiled:
             forward = tiled[self.model].forward
-        elif "skip_logits" in inspect.signature(forward).parameters:  # Liger's forward, without its own loss
+        elif "skip_logits" in inspect.signature(forward).parameters:  # Liger's forward without Liger's loss
             inputs["skip_logits"] = False
         if "return_dict" in inputs or not getattr(self.model.config, "return_dict", True):
             inputs["return_dict"] = True
         if any(placement.part == "layer" for placement in untiled.values()):
             inputs["use_cache"] = False  # like tiled layers, which make no cache in training
         elif any(placement.part == "loss" for placement in untiled.values()) and takes_use_cache(forward):
-            inputs.setdefault("use_cache", False)  # like a tiled loss
+            inputs.setdefault("use_cache", False)  # a tiled loss makes none either
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())
             for module, placement in untiled.items():
-                if module is not self.model:  # its forward is called below
+                if module is not self.model:  # the model's own forward is called below
                     _run_untiled(module, placement)
             stack.enter_context(self.choices)
             stack.enter_context(chunk_tokens_everywhere(self.chunk_tokens))
@@ -96,9 +96,9 @@ class Pass:
                 leaves[name].main_grad = before.clone()
             found = loss_and_gradients(self.model, forward, inputs, leaves, nudge, seed)
             for name, before in self.main_grads.items():
-                added = 2 * (leaves[name].main_grad - before)  # no hook doubled this
+                added = 2 * (leaves[name].main_grad - before)  # hooks have doubled all gradients but these
                 found[name] = added if found[name] is None else found[name] + added
-            if sharded is not None and sharded.takes_whole:  # a rank's gradients are parts of them, or all
+            if sharded is not None and sharded.takes_whole:  # each rank has a part of the gradients, or all
                 found = {name: value if value is None else sharded.averaged(value) for name, value in found.items()}
             if not self.main_grads:
                 with_one = [name for name in self.with_main_grad if found.get(name) is not None]
@@ -106,8 +106,8 @@ class Pass:
             return found
 
     def _leaves(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters whose gradients are compared, by name. Those that FSDP2 gathers are added when their
-        module runs."""
+        """Returns the parameters whose gradients are compared, by name. Adds the parameters that FSDP2 gathers when
+        their module runs."""
         leaves: dict[str, torch.Tensor] = {}
 
         def add(prefix: str, module: nn.Module) -> None:
@@ -135,7 +135,7 @@ def _run_untiled(module: nn.Module, placement: Placement) -> None:
 
 @contextmanager
 def without_a_trace(model: nn.Module) -> Iterator[None]:
-    """Restores at the end whatever a forward or a backward of the model changes. Inside, checkpointing and dropout are
+    """Restores on exit whatever a forward or a backward of the model changes. Inside, checkpointing and dropout are
     off, and users' module hooks are not called."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
     kind = next(iter(devices)).type if devices else "cuda"
@@ -163,7 +163,7 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             own = vars(module)
             if getattr(module, "gradient_checkpointing", False):
                 own["gradient_checkpointing"] = False
-            for name in _HOOKS:  # a copy, so that hooks registered meanwhile go away
+            for name in _HOOKS:  # copies, so that hooks registered meanwhile disappear
                 own[name] = OrderedDict(_without_users(own[name], _smaller if name == "_forward_hooks" else _no_hook))
         for attributes in (*map(vars, modules), *configs.values()):
             _drop_nothing(attributes)
@@ -176,12 +176,12 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             parameter.main_grad = main_grad
         with torch.no_grad():
             for buffer, value in values.items():
-                if not torch.equal(buffer, value):  # writing would count as a change even if equal
+                if not torch.equal(buffer, value):  # writing equal values would still count as a change
                     buffer.copy_(value)
 
 
 def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
-    """Yields hooks, with `instead` in place of users', so that modules still count as having hooks."""
+    """Yields hooks with `instead` in place of users' hooks, so that modules still count as having hooks."""
     for key, hook in hooks.items():
         if is_users(hook):
             yield key, instead
@@ -194,7 +194,7 @@ def _no_hook(*args: Any, **kwargs: Any) -> None:
 
 
 def _smaller(*args: Any) -> torch.Tensor | None:
-    """A forward hook that changes the output, so that it shows if the hook is not called."""
+    """A forward hook that changes the output, so that a missing hook call becomes visible."""
     output = args[-1]
     return 0.75 * output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
@@ -207,9 +207,9 @@ def _drop_nothing(attributes: dict[str, Any]) -> None:
 
 
 class SameChoices(TorchDispatchMode):
-    """Sends each token to the same experts in every pass, although rounding would send some to others. Entered for the
-    first time it records each token's scores and what `topk` chooses. Entered again it makes `topk` choose as for the
-    most similar recorded scores."""
+    """Sends each token to the same experts in every pass, although rounding would change some choices. The first time
+    it is entered, it records each token's scores and what `topk` chooses. Later, `topk` chooses as for the most similar
+    recorded scores."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing whose saved inputs wait in host memory, copied while the GPU computes."""
+"""Activation checkpointing with saved inputs in host memory, copied while the GPU computes."""
 
 from seqtile.offload.checkpointing import checkpoint, disable, enable
 from seqtile.offload.store import HostMemoryFull

@@ -1,8 +1,8 @@
 """Activation checkpointing that keeps the saved inputs in host memory.
 
-Non-reentrant checkpointing saves a region's inputs like any tensor that autograd saves, through hooks. Here the hooks
-put them into a `Store` and take them back. Copies out run while the region computes, copies back while the next one
-does. Source: Arctic Long Sequence Training, 3.3 (there with copies that wait).
+Non-reentrant checkpointing saves a region's inputs through autograd's saved-tensor hooks. The hooks here move the
+inputs to a `Store` and take them back. A region's inputs are copied out while the region computes, and copied back
+while the next region's backward computes. Source: Arctic Long Sequence Training, 3.3, whose copies block.
 """
 
 import warnings
@@ -21,24 +21,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.offload.store import Copies, HostMemoryFull, Pool, Saved, Store
 
-_ENABLED = "_seqtile_offload"  # on a model: its Checkpoints
+_ENABLED = "_seqtile_offload"  # the attribute of a model that holds its Checkpoints
 
 
 @dataclass
 class Checkpoints:
-    """Checkpoints regions, with their inputs in one store until the backward."""
+    """Checkpoints regions and keeps their inputs in one store until the backward."""
 
     store: Store
     strict: bool = False
-    """True if host memory that is full is an error."""
+    """True: raise an error if host memory is full."""
     small: int = 2**20
-    """Bytes; smaller tensors are not offloaded."""
+    """Bytes. Smaller tensors are not offloaded."""
     warned: bool = False
     watch: RemovableHandle | None = None
-    """The hook that looks, at every forward of a model, whether its layers are still checkpointed so."""
+    """The hook that checks, at every forward of a model, that its layers are still checkpointed this way."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, kept: bool = False) -> Any:
-        """Returns `function(*args)`, to be computed again in the backward. `kept`: its inputs stay where they are."""
+        """Returns `function(*args)` and recomputes it in the backward. `kept`: the inputs stay on the device."""
         function, args = _by_position(function, args)
         self.store.begin_region()
         if kept:
@@ -71,9 +71,8 @@ class Checkpoints:
 
 
 def _by_position(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function and its arguments, among them the tensors with gradients that a `partial` has by keyword, as
-    Hugging Face's layers hand on theirs: checkpointing saves arguments alone. (A mask, which all layers share, stays.)
-    """
+    """Moves the tensors with gradients from a `partial`'s keywords, where Hugging Face's layers pass them, to its
+    arguments, because checkpointing saves only arguments. (A mask, which all layers share, stays.)"""
     keywords = function.keywords if isinstance(function, partial) else {}
     moved = {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor) and value.requires_grad}
     if not moved:
@@ -100,17 +99,17 @@ def enable(
 
     Args:
         model: any Hugging Face model whose layers can be checkpointed, on its GPU.
-        keep_last: the number of last layers whose inputs stay on the GPU, since the backward needs them at once.
-        host_memory_limit: bytes; by default what the machine, or its control group, has free, less 1 GiB.
-        tokens: tokens of a step on this GPU. If given, host memory for them is registered now, else in the first step.
+        keep_last: the number of last layers whose inputs stay on the GPU, because the backward needs them at once.
+        host_memory_limit: bytes; by default the free memory of the machine or its control group, less 1 GiB.
+        tokens: tokens per step on this GPU. If given, host memory for them is registered now, else in the first step.
         strict: raise HostMemoryFull when host memory is full; by default the inputs of the other layers stay on the
             GPU, with a warning.
         device: the GPU that the model computes on; by default the device of its weights.
 
-    Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last ones. It is pinned,
-    reused in every step, and returned by `disable`; a deepcopy of the model takes its own, up to the same limit. The
-    GPU holds, besides the last layers' inputs, one input being copied out; in the backward the one in use and one being
-    copied back. Without a GPU it is plain checkpointing, with a warning. A call replaces the one before.
+    Host memory: one layer input (tokens x hidden x bytes per element) for every layer except the last `keep_last`. It
+    is pinned, reused in every step, and returned by `disable`; a deepcopy of the model takes its own, up to the same
+    limit. The GPU holds the last layers' inputs and one input being copied out; in the backward, the input in use and
+    one being copied back. Without a GPU this is plain checkpointing, with a warning. A second call replaces the first.
 
     Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
     below 0, for tokens < 1 and for a GPU that does not exist.
@@ -146,13 +145,13 @@ def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def enable_checkpointing(model: nn.Module) -> None:
-    """Switches activation checkpointing on, by the name that the installed transformers has for it."""
+    """Enables activation checkpointing, by the name that the installed transformers has for it."""
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     switch({"use_reentrant": False})
 
 
 def install(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:
-    """Puts `checkpoints` on every layer of a model, as the function that checkpoints it."""
+    """Makes `checkpoints` the checkpointing function of every layer of a model."""
     layers = layers_of(model)
     for i, layer in enumerate(layers):
         layer._gradient_checkpointing_func = partial(checkpoints, kept=i >= len(layers) - keep_last)
@@ -174,8 +173,8 @@ def _warn_if_replaced(model: nn.Module, args: object) -> None:
 
 
 def disable(model: PreTrainedModel | None = None) -> None:
-    """Undoes `enable`, checkpointing included, and returns its host memory to the system; without a model, the host
-    memory of `checkpoint`. Memory that a graph still holds is returned when the graph is freed."""
+    """Undoes `enable`, including checkpointing, and returns its host memory to the system. Without a model, returns the
+    host memory of `checkpoint`. Memory that a graph still holds is returned when the graph is freed."""
     if model is None:
         _shared.cache_clear()
     elif _ENABLED in vars(model):
@@ -186,9 +185,9 @@ def disable(model: PreTrainedModel | None = None) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Non-reentrant `torch.utils.checkpoint.checkpoint(function, *args)` with its saved arguments in host memory, for
-    models that are not Hugging Face's. All calls on a GPU share a store. Tensors that are not on a GPU stay in
-    place."""
+    """Runs non-reentrant `torch.utils.checkpoint.checkpoint(function, *args)` with its saved arguments in host memory,
+    for models that are not Hugging Face's. All calls on a GPU share a store. Tensors that are not on a GPU are not
+    moved."""
     devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda}
     if len(devices) != 1:
         return torch_checkpoint(function, *args, use_reentrant=False)
@@ -199,4 +198,4 @@ def _on_gpu(device: torch.device, limit: int | None = None, strict: bool = False
     return Checkpoints(Store(Pool(limit, device), Copies(device)), strict)
 
 
-_shared = cache(_on_gpu)  # by GPU, of all calls of `checkpoint`
+_shared = cache(_on_gpu)  # one per GPU, for all calls of `checkpoint`

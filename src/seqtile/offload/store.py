@@ -1,16 +1,16 @@
-"""Tensors that wait in host memory while something else is computed.
+"""Stores tensors in host memory while something else is computed.
 
-`put` begins to copy a tensor out, `take` returns it, and taking one begins to copy back the region put before it, since
-a backward takes in the reverse order of the forward. With three layers, the last of which keeps its input:
+`put` starts to copy a tensor out. `take` returns it and starts to copy back the region that was put before it, because
+a backward takes regions in the reverse order of the forward. With three layers, the last of which keeps its input:
 
     computes       | forward 1 | forward 2 | forward 3 | backward 3 | backward 2 | backward 1 |
     copies out     |  input 1  |  input 2  |           |            |            |            |
     copies back    |           |           |           |  input 2   |  input 1   |            |
 
-They wait in blocks of a `Pool`, of exactly the sizes asked for, kept for reuse. torch's own pinned allocator rounds a
-block up to a power of two: the input of a layer of 655,360 tokens of Llama-8B, 5.4 GB, would take 8.6; told not to, by
-`pinned_max_round_threshold_mb`, torch 2.13 may hand out a freed block that is too small. Here a block is a mapping of
-its own, whole pages, registered with the driver once.
+Tensors are stored in blocks of a `Pool`, which have exactly the requested sizes and are reused. torch's own pinned
+allocator rounds a block up to a power of two: the input of a layer for 655,360 tokens of Llama-8B, 5.4 GB, would take
+8.6 GB. With `pinned_max_round_threshold_mb`, which disables the rounding, torch 2.13 may return a freed block that is
+too small. Here each block is its own mapping of whole pages, registered with the driver once.
 """
 
 import mmap
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-KEPT_FREE = 2**30  # bytes of the machine's memory that are never taken
-_CONTROL_GROUPS = {  # by controller, version 2 names none: folder, limit, usage, what of the usage can be reclaimed
+KEPT_FREE = 2**30  # bytes of the machine's memory to leave free
+_CONTROL_GROUPS = {  # by controller (version 2 has no name): folder, limit, usage, reclaimable part of the usage
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -39,26 +39,26 @@ class HostMemoryFull(RuntimeError):
 
 
 class Pool:
-    """Hands blocks out and takes them back.
+    """Lends blocks of host memory and takes them back.
 
     Args:
-        limit: bytes in all; None for what the machine has.
-        device: the GPU with whose driver the blocks are registered; None for blocks that are not pinned.
+        limit: bytes in all; None for all that the machine has.
+        device: the GPU whose driver registers the blocks; None for blocks that are not pinned.
     """
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None):
         self.limit, self.device = limit, device
         self.total = 0
-        """Bytes of all blocks, handed out and free."""
+        """Bytes of all blocks, lent and free."""
         self.closed = False
         self._free: list[torch.Tensor] = []
-        self._lock = RLock()  # reentrant: what gives a block back may run when garbage is collected
+        self._lock = RLock()  # reentrant: garbage collection may run the code that returns a block
 
     def take(self, size: int) -> torch.Tensor:
-        """Returns a block of at least this many bytes, uint8. Raises HostMemoryFull.
+        """Returns a block of at least `size` bytes, uint8. Raises HostMemoryFull.
 
-        The smallest free one that is large enough. Else frees a block that is too small and allocates a new one, so
-        that growing sequences leave no trail of blocks; if room is still short, frees more of them.
+        Prefers the smallest free block that is large enough. Otherwise frees a block that is too small and allocates a
+        new one, so that growing sequences do not leave unused blocks behind; if memory is still short, frees more.
         """
         with self._lock:
             large = [i for i, block in enumerate(self._free) if len(block) >= size]
@@ -79,21 +79,21 @@ class Pool:
                 self._free.append(block)
 
     def reserve(self, count: int, size: int) -> None:
-        """Prepares this many blocks, or as many as there is room for."""
+        """Allocates `count` free blocks of `size` bytes, or as many as fit."""
         with self._lock, suppress(HostMemoryFull):
             for _ in range(count):
                 self._free.append(self._new(size))
 
     def close(self) -> None:
-        """Releases the free blocks now, and the others as soon as they are given back."""
-        with self._lock, ExitStack() as returned:  # all of them, also where the driver refuses one
+        """Releases the free blocks now, and the others when they are returned."""
+        with self._lock, ExitStack() as returned:  # releases all of them, even if the driver refuses one
             self.closed = True
             for block in self._free:
                 returned.callback(self._return, block)
             self._free = []
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then the driver is gone, and the system takes everything back
+        if not sys.is_finalizing():  # at exit the driver is gone, and the system frees everything
             self.close()
 
     def _room(self) -> int:
@@ -127,15 +127,15 @@ class Pool:
         if self.device is None:
             return
         try:
-            with torch.cuda.device(self.device):  # the driver pins for the device that is current
+            with torch.cuda.device(self.device):  # the driver pins for the current device
                 torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
         except RuntimeError:
-            with suppress(RuntimeError):  # the driver's last error, which the next launch would report as its own
+            with suppress(RuntimeError):  # clears the driver's last error, which the next launch would report
                 torch.empty(1, device=self.device).fill_(0)
             raise
 
     def unregister(self, address: int) -> None:
-        """Unpins a block, once nothing copies from or to it."""
+        """Unpins a block, once no copy reads or writes it."""
         if self.device is not None:
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize()
@@ -143,20 +143,20 @@ class Pool:
 
 
 def host_memory_lock() -> FileLock:
-    """Returns a lock that one process of a user on this machine has at a time: they would all find the same memory
-    available."""
+    """Returns a lock that only one process of a user on this machine can hold, because all of them would count the same
+    memory as available."""
     return FileLock(Path(tempfile.gettempdir()) / f"seqtile-host-memory-{getattr(os, 'getuid', int)()}.lock")
 
 
 def available(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes of host memory that this process can still take: of the machine, and of its control groups (v2
-    and v1), its own and those that this is in."""
+    """Returns the bytes of host memory that this process can still take. Considers the machine and all control groups
+    (v2 and v1) that contain the process."""
     rooms = [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     for line in _lines(proc / "self" / "cgroup") or ["0::/", "0:memory:/"]:
         _, controllers, path = line.split(":", 2)
         for controller in _CONTROL_GROUPS.keys() & set(controllers.split(",")):
             folder, limit, used, reclaimable = _CONTROL_GROUPS[controller]
-            for group in accumulate(Path(path).parts[1:], Path.joinpath, initial=groups / folder):  # down to our own
+            for group in accumulate(Path(path).parts[1:], Path.joinpath, initial=groups / folder):  # root to own
                 with suppress(OSError, ValueError):  # no such file, or no limit
                     left = int((group / limit).read_text()) - int((group / used).read_text())
                     statistics = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
@@ -165,16 +165,16 @@ def available(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"))
 
 
 def _lines(file: Path) -> list[str]:
-    with suppress(OSError):  # not there, or gone meanwhile
+    with suppress(OSError):  # missing, or removed meanwhile
         return file.read_text().splitlines()
     return []
 
 
 class Copies:
-    """Copies between host memory and a device, beside what it computes: on a stream of their own. (A CPU's streams do
-    nothing, so its copies are finished when they return.)
+    """Copies between host memory and a device on a separate stream, concurrently with the device's computation. (CPU
+    streams do nothing, so on a CPU copies finish before they return.)
 
-    Both directions use one stream, so a block that is given back while it is still read or written is safe to reuse.
+    Both directions use one stream, so a returned block can safely be reused while it is still read or written.
     """
 
     def __init__(self, device: torch.device):
@@ -182,16 +182,16 @@ class Copies:
         self.stream = self.streams.Stream(device)
 
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> Any:
-        """Begins to copy `tensor` into `block`, which has its shape and dtype. Returns the argument for `wait`."""
+        """Starts to copy `tensor` into `block` of the same shape and dtype. Returns the argument for `wait`."""
         return self._copy(tensor, block)
 
     def back(self, block: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begins to copy `block` into a new tensor. Returns that, and the argument for `wait`."""
-        tensor = torch.empty(block.shape, dtype=block.dtype, device=self.device)  # of the computing stream's memory
+        """Starts to copy `block` into a new tensor. Returns the tensor and the argument for `wait`."""
+        tensor = torch.empty(block.shape, dtype=block.dtype, device=self.device)  # allocated on the computing stream
         return tensor, self._copy(block, tensor)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        self.stream.wait_stream(self.streams.current_stream(self.device))  # it wrote the source, or read the target
+        self.stream.wait_stream(self.streams.current_stream(self.device))  # which wrote the source or read the target
         with self.streams.stream(self.stream):
             target.copy_(source, non_blocking=True)
             return self.stream.record_event()
@@ -207,32 +207,32 @@ class Copies:
 
 
 class Saved:
-    """A tensor of a checkpointed region: in the store, or kept where it is, which are those without `memory`.
+    """A saved tensor of a checkpointed region: in the store, or (without `memory`) kept on the device.
 
-    Its block is given back when nothing refers to it any more, which is when autograd frees the graph, also after an
+    The block returns to the pool when the last reference disappears: when autograd frees the graph, also after an
     exception.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
     """The storage of the original tensor."""
     memory: torch.Tensor | None = None
-    """Its block of the pool, uint8."""
+    """The tensor's block of the pool, uint8."""
     block: torch.Tensor
-    """The block in the tensor's shape and dtype."""
+    """The block, viewed in the tensor's shape and dtype."""
     out: Any
-    """The copy into it, as `Copies.wait` takes it."""
+    """The copy into the block, as the argument of `Copies.wait`."""
     arriving: tuple[torch.Tensor, Any] | None = None
-    """Its copy back on the device and what to wait for, until it is taken."""
+    """The copy back on the device and the argument of `Copies.wait`, until the tensor is taken."""
     here: weakref.ref[torch.Tensor] | None = None
-    """The copy that was taken, while that is alive."""
+    """The tensor that was taken, while it is alive."""
     changed = taken = False
-    """Changed in place before it was out; taken at least once."""
+    """Whether the tensor changed in place before it was copied out; whether it was taken at least once."""
 
     def __init__(self, source: torch.Tensor, store: "Store", before: int):
         self.source: torch.Tensor | None = source
-        """The tensor itself, until it is out."""
+        """The tensor itself, until it is copied out."""
         self.version, self.store, self.before = source._version, store, before
-        """`before`: the number of the tensor whose region is brought back when this one is taken."""
+        """`before`: taking this tensor brings back the region that ends with the tensor of this number."""
 
     def __del__(self) -> None:
         if self.memory is not None:
@@ -243,36 +243,37 @@ class Saved:
 
 
 class Store:
-    """Keeps tensors in `pool`, copied by `copies`; at most one that is on its way out is kept on the device as well.
+    """Keeps tensors in `pool`, copied by `copies`. At most one tensor that is being copied out also stays on the
+    device.
 
-    Tensors are numbered, from 1, in the order in which they are put. What is put between two calls of `begin_region`
-    is a region: it is copied back together. `before` is the number of the last tensor put before a region.
+    Tensors are numbered from 1 in the order in which they are put. All tensors put between two calls of `begin_region`
+    form a region and are copied back together. `before` is the number of the last tensor put before a region.
     """
 
     def __init__(self, pool: Pool, copies: Copies):
         self.pool, self.copies = pool, copies
         self.count = self.before = 0
         self._saved: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
-        """By number."""
+        """The saved tensors by number."""
         self._same: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
-        """By storage and how the tensor looks at it."""
+        """The saved tensors by storage, offset, dtype, shape, strides and version."""
         self._lock = RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Store":
-        """Returns an empty one, whose pool has the same limit: closing either leaves the other as it is."""
+        """Returns an empty store whose pool has the same limit. Closing either store does not affect the other."""
         return Store(Pool(self.pool.limit, self.pool.device), self.copies)
 
     def begin_region(self) -> None:
         self.before = self.count
 
     def put(self, tensor: torch.Tensor) -> Saved:
-        """Begins to copy `tensor` out, which must not be changed in place before it is. A tensor that is here already
-        is not copied again. Raises HostMemoryFull."""
+        """Starts to copy `tensor` out; the tensor must not change in place before the copy ends. A tensor that is
+        stored already is not copied again. Raises HostMemoryFull."""
         with self._lock:
             storage = tensor.untyped_storage()
             key = (id(storage), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
             same = self._same.get(key)
-            if same is not None and same.storage() is storage:  # an id is used again once its storage is freed
+            if same is not None and same.storage() is storage:  # ids are reused after a storage is freed
                 return same
             self.settle()
             saved = Saved(tensor.detach().contiguous(), self, self.before)
@@ -284,7 +285,8 @@ class Store:
             return saved
 
     def keep(self, tensor: torch.Tensor, prefetches: bool) -> Saved:
-        """Leaves a tensor where it is. `prefetches`: taking it begins to copy back what was put last before it."""
+        """Leaves a tensor on the device. `prefetches`: taking it starts to copy back the last tensor that was put
+        before it."""
         return Saved(tensor, self, self.count if prefetches else 0)
 
     def settle(self) -> None:
@@ -296,7 +298,7 @@ class Store:
             last.source = None
 
     def prefetch(self, number: int) -> None:
-        """Begins to copy back the tensor of that number, and the others of its region that were put before it."""
+        """Starts to copy back the tensor with this number and the earlier tensors of its region."""
         last = self._saved.get(number)
         if last is not None:
             for saved in map(self._saved.get, range(number, last.before, -1)):
@@ -304,11 +306,11 @@ class Store:
                     saved.arriving = self.copies.back(saved.block)
 
     def take(self, saved: Saved) -> torch.Tensor:
-        """Returns the tensor, and begins to copy back the region put before. Raises RuntimeError if it was changed in
-        place while it was still on the device."""
+        """Returns the tensor, and starts to copy back the region put before it. Raises RuntimeError if the tensor
+        changed in place while it was still on the device."""
         saved.taken = True
         if saved.changed or (saved.source is not None and saved.source._version != saved.version):
-            raise RuntimeError(  # as autograd has it
+            raise RuntimeError(  # autograd's message
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 "input of a checkpointed region, after the region's forward"
             )

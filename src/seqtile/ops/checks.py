@@ -1,4 +1,4 @@
-"""Checks of an op's tensors, made before anything is computed."""
+"""Checks an op's tensors before anything is computed."""
 
 import math
 from numbers import Real
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast would give a matrix product on x's device, None outside autocast."""
+    """Returns the dtype in which autocast computes matrix products on x's device; None outside autocast."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -22,10 +22,10 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -> None:
-    """Checks that all of `operands` (name -> tensor) are plain, on one device and, outside autocast, of one dtype:
-    that of `reference`.
+    """Checks that all of `operands` (name -> tensor) are plain tensors on one device and, outside autocast, have the
+    dtype of `reference`.
 
-    Raises TypeError for a type, layout or dtype, ValueError for a device.
+    Raises TypeError for a wrong type, layout or dtype, ValueError for a wrong device.
     """
     for name, tensor in operands.items():
         check_dense(op, name, tensor)
@@ -47,7 +47,7 @@ def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError unless `tensor` is a tensor whose numbers lie in memory as strides say."""
+    """Raises TypeError unless `tensor` is a strided tensor whose elements are in memory."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
     if tensor.is_nested:
@@ -67,13 +67,13 @@ def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first
 
 
 def check_shape(op: str, name: str, tensor: Any, expected: tuple[int, ...], meaning: str) -> None:
-    """Raises ValueError unless an object with a shape has the `expected` one; `meaning` gives it in letters."""
+    """Raises ValueError unless `tensor` has the `expected` shape. The error names that shape in letters, `meaning`."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")
 
 
 def check_first_derivative(op: str) -> None:
-    """Raises RuntimeError in a backward that is itself to be differentiated (`create_graph=True`)."""
+    """Raises RuntimeError in a backward that is itself differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{op} has no second derivative; call its backward without create_graph=True")
 
@@ -96,8 +96,8 @@ def check_loss_options(
     z_loss: float = 0.0,
     prefix: str = "",
 ) -> LossOptions:
-    """Returns the options of logits and loss if all are in range; `prefix` begins the names of the logits' options in
-    errors."""
+    """Returns the options of logits and loss if all are in range. In errors, `prefix` precedes the logit options'
+    names."""
     return LossOptions(
         check_number(op, f"{prefix or 'logit_'}scale", logit_scale, -math.inf),
         0.0 if softcap is None else check_number(op, f"{prefix}softcap", softcap, 0, above=True),
@@ -108,7 +108,7 @@ def check_loss_options(
 
 
 def check_mask(op: str, mask: torch.Tensor | None, hidden: torch.Tensor) -> None:
-    """Raises TypeError or ValueError for a mask that is not of the tokens."""
+    """Raises TypeError or ValueError unless `mask` is bool and has the tokens' shape and device."""
     if mask is not None:
         check_dense(op, "mask", mask)
         check_shape(op, "mask", mask, tuple(hidden.shape[:-1]), "the tokens' shape")
@@ -124,7 +124,7 @@ def check_reduction(op: str, reduction: str, num_items: int | float | torch.Tens
         return
     if reduction != "mean":
         raise ValueError(f'{op}: num_items divides the sum, so it goes with reduction="mean", not with "{reduction}"')
-    if isinstance(num_items, torch.Tensor):  # its value is not known without waiting for its device
+    if isinstance(num_items, torch.Tensor):  # reading its value would wait for the device
         if num_items.numel() != 1:
             raise ValueError(f"{op}: num_items has shape {list(num_items.shape)}, expected one number of tokens")
     elif isinstance(num_items, bool) or not isinstance(num_items, Real):
@@ -134,7 +134,7 @@ def check_reduction(op: str, reduction: str, num_items: int | float | torch.Tens
 
 
 def check_number(op: str, name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> float:
-    """Returns `value` as a float, if it is finite, at most `high` and at least `low` (more than `low` if `above`)."""
+    """Returns `value` as a float if it is finite, at most `high`, and at least `low` (above `low` if `above`)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} is {value!r}, expected a Python number")
     if not (-math.inf < value < math.inf and (low < value if above else low <= value) and value <= high):
@@ -145,5 +145,5 @@ def check_number(op: str, name: str, value: float, low: float, high: float = mat
 
 
 def values_known(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor holds numbers, which it does not in a simulation or while torch.compile traces."""
+    """Returns whether a tensor has values: False in a simulation and while torch.compile traces."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)

@@ -1,15 +1,17 @@
-"""The rule for how many tokens a chunk holds, for the loss and the MLP alike.
+"""Decides how many tokens a chunk has, for the loss and the MLP alike.
 
-    chunk_tokens = max(2048, D), in a mixture of experts max(2048 * experts / experts a token, D)
+    chunk_tokens = max(2048, D), in a mixture of experts max(2048 * experts / experts per token, D)
 
-It depends on the model alone: constant in the number of tokens, the same on every rank, never read from free memory.
+The rule depends on the model alone: the chunk size is constant in the number of tokens, equal on all ranks, and
+independent of free memory.
 
-- C >= D keeps the traffic of the weights below that of the activations (Mini-Sequence Transformer, 3.4): a chunk of C
-  tokens reads D * M weights and C * (D + M) activations.
-- C >= 2048 keeps small models busy: a chunk also reads and writes its fp32 weight gradient once, 8 bytes for 2 * C
-  FLOP, which at 2048 tokens is 512 FLOP a byte, about three times what an H200 needs to stay compute-bound.
+- C >= D keeps the memory traffic of the weights below that of the activations (Mini-Sequence Transformer, 3.4): a chunk
+  of C tokens reads D * M weights and C * (D + M) activations.
+- C >= 2048 keeps small models compute-bound: a chunk also reads and writes its fp32 weight gradient once, 8 bytes for 2
+  * C FLOP. At 2048 tokens that is 512 FLOP per byte, about three times what an H200 needs.
 
-At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk is 4096 tokens: 112 MiB a tensor in the MLP, 1.0 GiB of logits.
+At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk has 4096 tokens: 112 MiB per tensor in the MLP, 1.0 GiB of
+logits.
 """
 
 import math
@@ -28,7 +30,7 @@ _everywhere: ContextVar[int | None] = ContextVar("everywhere", default=None)
 
 @contextmanager
 def chunk_tokens_everywhere(tokens: int) -> Iterator[None]:
-    """Every chunk of a forward inside has this many tokens, whatever was asked for: a trial on a few tokens."""
+    """Inside, every chunk has `tokens` tokens, whatever the caller requested. For trials on short batches."""
     token = _everywhere.set(tokens)
     try:
         yield
@@ -37,15 +39,15 @@ def chunk_tokens_everywhere(tokens: int) -> Iterator[None]:
 
 
 def is_trial() -> bool:
-    """Returns whether this is a forward inside `chunk_tokens_everywhere`."""
+    """Returns whether the current forward runs inside `chunk_tokens_everywhere`."""
     return not torch.compiler.is_compiling() and _everywhere.get() is not None  # a compiler cannot trace a ContextVar
 
 
 def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: float = 1) -> int:
-    """Returns the tokens of a chunk: `chunk_tokens` if given, else the rule above.
+    """Returns the number of tokens per chunk: `chunk_tokens` if given, else the rule above.
 
-    `sparsity` is experts / experts a token in a mixture, 1 elsewhere. A chunk's tokens are shared out over all experts,
-    so it has at least 2048 * sparsity of them: each expert then meets 2048, on average.
+    `sparsity` is experts / experts per token in a mixture of experts, 1 elsewhere. All experts share a chunk's tokens,
+    so a chunk has at least 2048 * sparsity of them, on average 2048 per expert.
 
     Raises TypeError or ValueError if `chunk_tokens` is not a positive int.
     """
@@ -68,10 +70,10 @@ def chunks(tokens: int, chunk_tokens: int) -> list[slice]:
 def to_be_filled(
     like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Allocates what chunks write, as `like` but for `shape` and `dtype`.
+    """Allocates a tensor for chunks to fill, like `like` except for `shape` and `dtype`.
 
-    In a trial it is full of NaN, so that what no chunk writes shows; else it would be what the untiled pass left in the
-    same memory. Not so in a backward that autograd runs in a thread of its own, as on a GPU: it knows of no trial.
+    In a trial it is filled with NaN, so that rows that no chunk writes become visible; otherwise they could hold the
+    untiled pass's values. A backward that autograd runs in another thread, as on a GPU, does not see the trial.
     """
     out = torch.empty_like(like, dtype=dtype) if shape is None else like.new_empty(shape, dtype=dtype)
     return out.fill_(math.nan) if is_trial() and out.is_floating_point() else out

@@ -1,9 +1,9 @@
-"""The gated MLP of Llama and its kin, down(act(gate(x)) * up(x)), chunk by chunk along the tokens.
+"""Computes Llama's gated MLP, down(act(gate(x)) * up(x)), chunk by chunk along the tokens.
 
-Only x is kept. The backward of a chunk recomputes gate and up (2 u, where u = 2 * T * D * M FLOP), never down, and adds
-6 u; with the forward's 3 u that is 11 u, which is also what an untiled MLP costs under activation checkpointing.
-Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3; see `save_early.py` for how
-the forward is spared in a checkpoint's recomputation.
+Only x is saved. With u = 2 * T * D * M FLOP, the forward costs 3 u. The backward recomputes gate and up (2 u), never
+down, and adds 6 u. The sum, 11 u, equals the cost of an untiled MLP under activation checkpointing. Source: Arctic Long
+Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3. `save_early.py` describes how a checkpoint's
+recomputation skips the forward.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from seqtile.ops.save_early import save_early, saved_for
 
 _OP = "gated_mlp"
 Projections = tuple[Projection, ...]
-"""Gate, up and down; or gate above up in one, and down."""
+"""Gate, up and down; or gate and up stacked in one projection, and down."""
 
 
 def gated_mlp(
@@ -64,33 +64,33 @@ def gated_mlp(
     Args:
         x: [..., D], float32, bfloat16 or float16.
         gate_weight: [M, D], the dtype of x (any of the three under autocast).
-        up_weight: [M, D], dtype as `gate_weight`. None if `gate_weight` holds both, [2M, D], gate above up, as in
-            Phi-3; then its bias and adapter do too.
+        up_weight: [M, D], dtype as `gate_weight`. None if `gate_weight` [2M, D] stacks gate on up, as in Phi-3; then
+            the bias and the adapter do too.
         down_weight: [D, M], dtype as `gate_weight`.
         gate_bias, up_bias: [M], the dtype of x.
         down_bias: [D], the dtype of x.
-        gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, an adapter without dropout; a [r, in] and b [out, r] of
-            any of the three dtypes, computed in that of x.
+        gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, an adapter without dropout; a [r, in] and b [out, r] in
+            any of the three dtypes, computed in the dtype of x.
         activation: "silu", or "gelu_tanh" (Hugging Face's gelu_pytorch_tanh).
-        chunk_tokens: tokens of a chunk; None for max(2048, D).
+        chunk_tokens: tokens per chunk; None for max(2048, D).
 
     Returns:
         [..., D], the dtype of x (autocast's dtype under autocast).
 
-    Gradients: of x in its dtype; of the parameters summed over chunks in float32, rounded once and returned once. A
-    parameter with a float32 `main_grad` gets its gradient there instead, unrounded, chunk by chunk. A frozen parameter
-    costs no product and no buffer.
+    Gradients: of x in its dtype; of the parameters summed over chunks in float32, rounded once and returned once. If a
+    parameter has a float32 `main_grad`, each chunk adds its gradient there instead, unrounded. A frozen parameter costs
+    no product and no buffer.
 
-    Memory: saves x [T, D] for the backward and nothing else. Allocates the output and a chunk [chunk_tokens, 2M] in the
-    forward; d_x, a chunk [chunk_tokens, 3M] and the parameters' float32 gradients in the backward. Never a [T, M]
-    tensor. Adapters need a few [chunk_tokens, r] more.
+    Memory: saves only x [T, D] for the backward. Allocates the output and a chunk [chunk_tokens, 2M] in the forward;
+    d_x, a chunk [chunk_tokens, 3M] and the parameters' float32 gradients in the backward; never a [T, M] tensor.
+    Adapters need a few more tensors [chunk_tokens, r].
 
-    If all tokens fit in one chunk, the plain expression runs, 9 u instead of 11 u, and autograd saves its tensors.
-    Under autocast the operands are cast once, before the chunks. Under torch.compile the tiled path is one graph break.
+    If all tokens fit in one chunk, the plain expression runs: 9 u instead of 11 u, and autograd saves its activations.
+    Autocast casts the operands once, before the chunks. Under torch.compile the tiled path is one graph break.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes that do not fit, an empty x, an unknown activation, a
-            `main_grad` that is not float32 or of another shape.
+        TypeError, ValueError: invalid dtypes, devices or shapes, an empty x, an unknown activation, a `main_grad` that
+            is not float32 or has another shape.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`).
     """
     for name, adapter in (("gate_lora", gate_lora), ("up_lora", up_lora), ("down_lora", down_lora)):
@@ -108,8 +108,8 @@ def gated_mlp(
 
 
 def gated_mlp_of(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: int | None) -> torch.Tensor:
-    """Computes `gated_mlp` of projections, whose weights may be quantized: such a one is dequantized once in a
-    forward and once in a backward, and dropped at its end."""
+    """Computes `gated_mlp` from projections, whose weights may be quantized. The forward and the backward each
+    dequantize such a weight once, and free the copy when they end."""
     _check(x, params, activation)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, x.shape[-1])
     fits = x.shape[:-1].numel() <= chunk_tokens
@@ -136,8 +136,8 @@ def _tiled(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: 
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """x [T, D] -> [T, D]. The parameters come twice: as `leaves`, which take the gradients, and in `params`, which are
-    used. `node` holds x and the parameters for the backward if x requires a gradient."""
+    """x [T, D] -> [T, D]. The parameters are passed twice: as `leaves`, which receive the gradients, and in `params`,
+    which are computed with. If x requires a gradient, `node` saves x and the parameters for the backward."""
 
     @staticmethod
     def forward(
@@ -173,10 +173,10 @@ class GatedMLPFunction(torch.autograd.Function):
 
 
 class MLPChunk:
-    """A chunk of a gated MLP, forward and backward, in buffers that serve every chunk.
+    """Computes a chunk of a gated MLP, forward and backward, in buffers that all chunks share.
 
-    Allocates [rows, 2M], and at the first backward [rows, M]. The products have the dtype of x, to which the parameters
-    are cast.
+    Allocates [rows, 2M], and at the first backward [rows, M]. The products have the dtype of x; the parameters are cast
+    to it.
     """
 
     def __init__(self, x: torch.Tensor, rows: int, params: Projections, activation: str):
@@ -191,23 +191,23 @@ class MLPChunk:
         return self._down.forward(gated_activation_(gate, up, self._activation), out=out)
 
     def backward(self, x: torch.Tensor, d_y: torch.Tensor, sums: Projections, out: torch.Tensor | None) -> None:
-        """Adds the gradients of the parameters to `sums`, and writes that of x to `out` if given, which must not be x.
-        Gate and up once more, then 6 u: 8 u."""
+        """Adds the gradients of the parameters to `sums`, and writes that of x to `out`, if given; `out` must not be x.
+        Recomputes gate and up (2 u), then 6 u: 8 u."""
         gate, up, both = self._gate_and_up(x)
         if self._product is None:
             self._product = self._both.new_empty(self._both.shape[0], self._both.shape[1] // 2)
-        product = self._product[: x.shape[0]]  # [C, M], first its gradient
+        product = self._product[: x.shape[0]]  # [C, M], holds the product's gradient first
         self._down.backward(d_y, out=product)
         gated_activation_backward_(gate, up, product, self._activation)
         self._down.add_gradients(sums[-1], d_y, product)
-        d_first = (both,) if len(self._first) == 1 else (gate, up)  # where the kernel left d_gate and d_up
+        d_first = (both,) if len(self._first) == 1 else (gate, up)  # d_gate and d_up, where the kernel wrote them
         for i, (projection, d_out) in enumerate(zip(self._first, d_first, strict=True)):
             projection.add_gradients(sums[i], d_out, x)
             if out is not None:
                 projection.backward(d_out, out=out, add=i > 0)
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes gate and up, which lie side by side in the third tensor returned, [C, 2M]."""
+        """Computes gate and up, each [C, M]. The third tensor returned, [C, 2M], holds both side by side."""
         both = self._both[: x.shape[0]]
         gate, up = both.chunk(2, dim=1)
         for projection, out in zip(self._first, (both,) if len(self._first) == 1 else (gate, up), strict=True):
@@ -216,7 +216,7 @@ class MLPChunk:
 
 
 def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
-    """Raises TypeError or ValueError for arguments that do not fit each other."""
+    """Raises TypeError or ValueError for arguments that do not match each other."""
     fused = len(params) == 2
     named = dict(zip(("gate", "down") if fused else ("gate", "up", "down"), params, strict=True))
     operands: dict[str, Any] = {"x": x}

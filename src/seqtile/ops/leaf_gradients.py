@@ -1,7 +1,7 @@
-"""Gradients of a piece of a graph, inside the backward of the whole, without the hooks of the leaves.
+"""Computes gradients of a part of a graph inside the backward of the whole graph, without calling the leaves' hooks.
 
-`p.register_hook(f)` promises f the whole gradient of p, once a backward. torch.autograd.grad would call f with the
-gradient of each chunk, and the engine once more with their sum.
+`p.register_hook(f)` promises f the whole gradient of p once per backward. torch.autograd.grad would call f with the
+gradient of each chunk, and the engine would call f again with their sum.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ def gradients_of(
     d_outputs: Sequence[torch.Tensor],
     retain_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
-    """Returns the gradients of the inputs, None of one that was not used; no hook of a leaf among them is called."""
+    """Returns the gradients of the inputs, None for unused ones. Calls no hook of a leaf among the inputs."""
     if not outputs:
         return [None] * len(inputs)
     with without_hooks(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)):
@@ -26,7 +26,7 @@ def gradients_of(
 
 @contextmanager
 def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Empties the leaves' dicts of hooks, which the engine reads when it calls hooks, and fills them again."""
+    """Empties the leaves' hook dicts, which the engine reads when it calls hooks, and refills them on exit."""
     emptied = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
     for hooks, _ in emptied:
         hooks.clear()

@@ -1,16 +1,16 @@
-"""Linear layers inside a tiled function: products of a chunk, and gradients that add up over chunks.
+"""Linear layers inside a tiled function: matrix products of a chunk, and weight gradients summed over chunks.
 
-A parameter's gradient adds up in one float32 buffer that reaches autograd once. Because it is returned once, by one
-node, DDP, FSDP2 and ZeRO need no special code. Because it is float32, its error does not grow with the number of chunks
-(bfloat16 sums over 256 chunks are 9 times worse than one rounding).
+A parameter's gradient is summed in one float32 buffer, and one node returns it to autograd once. DDP, FSDP2 and ZeRO
+therefore need no special code. In float32 the error does not grow with the number of chunks; bfloat16 sums over 256
+chunks are 9 times worse than one rounding.
 
-A parameter that carries a `main_grad` (float32, of its shape: Megatron's convention) takes its gradient there instead,
-unrounded, and autograd is given nothing: chunk by chunk, or, of the loss's head, whose sum is first to be multiplied by
-the upstream gradient, at the end.
+If a parameter has a `main_grad` (float32, of its shape: Megatron's convention), the gradient is added there instead,
+unrounded, and autograd gets None. Each chunk adds its part; only the loss's head adds its sum at the end, because the
+sum must first be multiplied by the upstream gradient.
 
-Parameters travel as tuples of parts, such as `Projection`: NamedTuples whose first `TENSORS` fields are tensors or
-None, and whose other fields are numbers. The sums of their gradients are the same parts with a `WeightGrad` in the
-place of a tensor.
+Parameters are passed as tuples of parts, such as `Projection`. A part is a NamedTuple whose first `TENSORS` fields are
+tensors or None, and whose other fields are numbers. The gradient sums are the same parts with a `WeightGrad` for each
+tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,19 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-# torch < 2.10 refuses a float32 addend to a half-precision product (pytorch #167931).
+# torch < 2.10 rejects a float32 addend to a half-precision product (pytorch #167931).
 _ADDMM_TAKES_FLOAT32 = torch.__version__ >= "2.10"
-# A CPU has no half-precision product with a float32 sum: operands are copied to float32, 4 MiB of them at a time, and
-# what is rounded is copied by as many rows.
+# A CPU has no half-precision product with a float32 sum: operands are copied to float32, at most 4 MiB at a time.
+# Rounding uses blocks of as many rows.
 _CPU_BLOCK = (128, 4096)
 
 
 class WeightGrad:
     """The gradient of one parameter, summed over chunks.
 
-    d_weight = sum of left' right, where the layer is y = x weight' + bias and left = d_y, right = x; or d_bias, where
-    right is all ones. Allocates one buffer of the parameter's shape, float32 or `dtype`, when something is first added,
-    unless it is given a `main_grad` to add to.
+    d_weight = sum of left' right, where the layer is y = x weight' + bias and left = d_y, right = x. For d_bias, right
+    is all ones. The first addition allocates one buffer of the parameter's shape, float32 or `dtype`, unless a
+    `main_grad` is given.
     """
 
     def __init__(
@@ -45,42 +45,42 @@ class WeightGrad:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The buffer, of the parameter's shape. It holds anything until something is added."""
+        """The buffer, of the parameter's shape. Its values are undefined until the first addition."""
         if self._buffer is None:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing was added, and there is no `main_grad`."""
+        """True if nothing was added and there is no `main_grad`."""
         return self._empty
 
     def rows(self, rows: slice) -> "WeightGrad":
-        """Returns the sum of some rows of the parameter, in the same buffer."""
+        """Returns the sum of some rows of the parameter, as a view of the same buffer."""
         total = self.total()[rows]
         return WeightGrad(total, main_grad=total)
 
     def total(self) -> torch.Tensor:
-        """Returns the sum so far, zeros if there is none, to be added to in place."""
+        """Returns the sum so far, zeros if there is none; the caller may add to it in place."""
         if self._empty:
             self.buffer.zero_()
             self._empty = False
         return self.buffer
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
-        """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
+        """Adds left' right, or for a bias left' ones. left [C, out] and right [C, in] have one dtype."""
         if right is None and _on_gpu(left):
             return self.add_gradient(left.sum(0, dtype=torch.float32))
         total = self.buffer
         if right is None:
             total, right = total[:, None], left.new_ones(left.shape[0], 1)
-        beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
+        beta = 0 if self._empty else 1  # beta 0 ignores the buffer's old values, NaN included
         self._empty = False
         if left.dtype == total.dtype:
             total.addmm_(left.T, right, beta=beta)
         elif not _on_gpu(left) or torch.version.hip is not None:
             _add_in_float32(total, left, right, beta)
-        elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
+        elif not left.is_cuda:  # a simulation computes the same: torch 2.11 cannot simulate addmm's out_dtype
             total.addmm_(left.T, right, beta=beta)
         elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
             torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
@@ -90,7 +90,7 @@ class WeightGrad:
             total.add_(torch.mm(left.T, right, out_dtype=torch.float32))
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
+        """Adds the gradient of a chunk, already computed, of the parameter's shape. It may be sparse."""
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)
         self._empty = False
@@ -102,8 +102,8 @@ class WeightGrad:
         return None if self._main_grad is not None else total.to(self._dtype)
 
     def scaled(self, factor: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the sum times `factor`, float32 [1], rounded once, in one pass over it. If there is a `main_grad`, it
-        is added there instead, and None is returned."""
+        """Returns the sum times `factor` (float32 [1]), rounded once, in one pass. If there is a `main_grad`, adds the
+        product there and returns None."""
         total = self.total()
         if main_grad is not None:
             main_grad.addcmul_(total, factor)
@@ -112,7 +112,7 @@ class WeightGrad:
 
 
 def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: int) -> None:
-    """Adds left' right to `total`, float32, with operands that are copied to float32 block by block."""
+    """Adds left' right to `total` (float32), copying the operands to float32 block by block."""
     block_rows, block_columns = left.shape if left.is_cuda else _CPU_BLOCK
     for row in range(0, left.shape[0], block_rows):
         rows = slice(row, row + block_rows)
@@ -124,11 +124,11 @@ def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiplies x by `factor`, float32 [1], in float32, rounded once, in one pass, into `out` or x, which it
-    returns."""
+    """Multiplies x by `factor` (float32 [1]) in float32 and rounds once, in one pass. Writes to `out`, by default x,
+    and returns it."""
     out = x if out is None else out
     whole = _on_gpu(x) or torch.compiler.is_compiling() or x.dim() == 1
-    rows = len(x) if whole else _CPU_BLOCK[0]  # a CPU rounds out of place
+    rows = len(x) if whole else _CPU_BLOCK[0]  # a CPU allocates a temporary to round
     for start in range(0, len(x), max(rows, 1)):
         part = slice(start, start + rows)
         torch.mul(x[part], factor, out=out[part])
@@ -136,13 +136,14 @@ def scale_(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = Non
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda or isinstance(tensor, FakeTensor)  # a simulation on fake tensors stands for a GPU
+    return tensor.is_cuda or isinstance(tensor, FakeTensor)  # a simulation with fake tensors represents a GPU
 
 
 def main_grad_of(parameter: Any) -> torch.Tensor | None:
-    """Returns the parameter's `main_grad`, or None. Raises ValueError unless it is float32 and of its shape.
+    """Returns the parameter's `main_grad`, or None. Raises ValueError unless it is float32 and of the parameter's
+    shape.
 
-    To be asked for in the forward: a saved parameter may come back as a copy without attributes.
+    Call it in the forward: a saved parameter may come back as a copy without attributes.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != parameter.shape):
@@ -165,8 +166,8 @@ class LowRank(NamedTuple):
 
 
 class QuantizedWeight:
-    """A frozen weight that is stored in fewer bits: `dequantize` makes [out, in] numbers of it. A leaf of a tree of
-    parameters that is no tensor."""
+    """A frozen weight that is stored in fewer bits; `dequantize` returns it as an [out, in] tensor. For pytrees of
+    parameters it is a leaf."""
 
     def __init__(self, shape: torch.Size, dequantize: Callable[[], torch.Tensor]):
         self.shape, self.dequantize = shape, dequantize
@@ -176,7 +177,7 @@ class Projection(NamedTuple):
     """A linear layer with at most one adapter: y = x weight' + bias + scale * (x a') b'."""
 
     weight: torch.Tensor | None
-    """[out, in]; None of a quantized one."""
+    """[out, in]; None if the weight is quantized."""
     bias: torch.Tensor | None
     """[out]"""
     a: torch.Tensor | None = None
@@ -198,8 +199,8 @@ class Projection(NamedTuple):
         return self.weight.shape if self.quantized is None else self.quantized.shape
 
     def dequantized(self) -> "Projection":
-        """Returns the projection with its weight as [out, in] numbers: a copy of a quantized one, to be kept no longer
-        than it is computed with."""
+        """Returns the projection with a plain weight [out, in]. A quantized weight is copied: drop the result once it
+        has been used."""
         if self.quantized is None:
             return self
         return self._replace(weight=self.quantized.dequantize(), quantized=None)
@@ -210,29 +211,29 @@ class Projection(NamedTuple):
         return Projection(self.weight[rows], bias, self.a, b, self.scale)
 
     def sums_of(self, rows: slice) -> "Projection":
-        """Returns sums of gradients, see `begin_weight_grads`, as those of some of the outputs, in the same buffers."""
+        """Given the gradient sums (`begin_weight_grads`), returns those of some of the outputs, in the same buffers."""
         weight, bias, b = (None if total is None else total.rows(rows) for total in (self.weight, self.bias, self.b))
         return Projection(weight, bias, self.a, b)
 
     def slice_in(self, columns: slice) -> "Projection":
-        """Returns the projection of some of the inputs, without the bias."""
+        """Returns the projection from some of the inputs, without the bias."""
         a = None if self.a is None else self.a[:, columns]
         return Projection(self.weight[:, columns], None, a, self.b, self.scale)
 
     def to(self, dtype: torch.dtype) -> "Projection":
-        """Returns the operands of the products in `dtype`: copies where that changes something."""
+        """Returns the operands of the products in `dtype`, copied if their dtype differs."""
         tensors = self.dequantized()[:4]
         return Projection(*(None if tensor is None else tensor.to(dtype) for tensor in tensors), self.scale)
 
     def differentiable(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes y [..., out] of x [..., in] by operations that autograd follows."""
+        """Computes y [..., out] of x [..., in] with operations that autograd records."""
         y = F.linear(x, self.dequantized().weight.to(x.dtype) if self.quantized else self.weight, self.bias)
         if self.a is None:
             return y
         return y + F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self.scale
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Writes y [C, out] of x [C, in] to `out`. 2 C in out FLOP, with an adapter 2 C r (in + out) more."""
+        """Writes y [C, out] of x [C, in] to `out`. 2 C in out FLOP; an adapter adds 2 C r (in + out)."""
         if self.bias is None:
             torch.mm(x, self.weight.T, out=out)
         else:
@@ -242,7 +243,7 @@ class Projection(NamedTuple):
         return out
 
     def backward(self, d_y: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """Writes d_x [C, in] of d_y [C, out] to `out`, or adds it there."""
+        """Computes d_x [C, in] of d_y [C, out], and writes it to `out` or, with `add`, adds it there."""
         if add:
             out.addmm_(d_y, self.weight)
         else:
@@ -252,7 +253,7 @@ class Projection(NamedTuple):
         return out
 
     def add_gradients(self, sums: "Projection", d_y: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the gradients of a chunk to `sums`, see `begin_weight_grads`: d_y [C, out], x [C, in]."""
+        """Adds the gradients of a chunk (d_y [C, out], x [C, in]) to `sums`, see `begin_weight_grads`."""
         if sums.weight is not None:
             sums.weight.add(d_y, x)
         if sums.bias is not None:
@@ -264,24 +265,24 @@ class Projection(NamedTuple):
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Any]:
-    """Returns the tensors of all parts in order, None where a part has none; or their replacements."""
+    """Returns all parts' tensors (or their replacements) in order; None where a part has none."""
     return [tensor for part in parts if part is not None for tensor in part[: part.TENSORS]]
 
 
 def with_tensors(parts: Iterable[Any], tensors: Iterable[Any]) -> list[Any]:
-    """Returns the parts with other tensors, given in the order of `tensors_of`; their numbers stay."""
+    """Returns the parts with other tensors, given in the order of `tensors_of`. Numbers stay."""
     given = iter(tensors)
     return [part and type(part)(*islice(given, part.TENSORS), *part[part.TENSORS :]) for part in parts]
 
 
 def without_tensors(parts: Iterable[Any]) -> list[Any]:
-    """Returns the parts with None instead of their tensors, for a node that saves these."""
+    """Returns the parts with None for every tensor, for a node that saves the tensors."""
     return with_tensors(parts, repeat(None))
 
 
 def views_of(parts: Iterable[Any]) -> list[torch.Tensor | None]:
-    """Returns `tensors_of` with a node of its own for each parameter, so that gradients arrive in the reverse of this
-    order, as untiled: ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without chunks must
+    """Returns `tensors_of` with a separate node for each parameter, so that gradients arrive in the reverse of this
+    order, as untiled. ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without chunks must
     agree."""
     return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors_of(parts)]
 
@@ -294,7 +295,7 @@ def main_grads_of(parts: Iterable[Any]) -> list[torch.Tensor | None]:
 def weight_grads(
     tensors: Sequence[torch.Tensor | None], needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]
 ) -> list[WeightGrad | None]:
-    """Returns a `WeightGrad` for every tensor whose gradient is needed, None for the others."""
+    """Returns a `WeightGrad` for every tensor that needs a gradient, None for the others."""
     each = zip(tensors, needs, main_grads, strict=True)
     return [WeightGrad(tensor, main_grad=main_grad) if need else None for tensor, need, main_grad in each]
 
@@ -302,11 +303,11 @@ def weight_grads(
 def begin_weight_grads(
     parts: Sequence[Any], needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]
 ) -> list[Any]:
-    """Returns the parts with `weight_grads` instead of their tensors; `needs` and `main_grads` are in the order of
+    """Returns the parts with `weight_grads` instead of their tensors. `needs` and `main_grads` are in the order of
     `tensors_of`."""
     return with_tensors(parts, weight_grads(tensors_of(parts), needs, main_grads))
 
 
 def finish_weight_grads(sums: Iterable[Any]) -> list[torch.Tensor | None]:
-    """Returns the gradients that the sums came to, in the order of `tensors_of`."""
+    """Returns the summed gradients, in the order of `tensors_of`."""
     return [None if total is None else total.result() for total in tensors_of(sums)]

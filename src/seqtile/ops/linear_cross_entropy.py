@@ -1,8 +1,8 @@
-"""Linear projection and cross-entropy, with the logits of one chunk alive at a time; see `logit_chunks.py`.
+"""Linear projection and cross-entropy. Only one chunk of logits exists at a time, see `logit_chunks.py`.
 
     linear_cross_entropy ─ check, count the labelled tokens (`run_head`) ─ autograd Function over chunks ─ reduce
 
-`prepare_head`, `run_head` and `scatter_to_tokens` serve `linear_log_probs` as well.
+`linear_log_probs` uses `prepare_head`, `run_head` and `scatter_to_tokens` too.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,11 +29,11 @@ from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_cross_entropy"
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
-"""The dtypes of a target: int64, and what becomes int64 exactly."""
+"""The dtypes of a target: int64 and those that convert to int64 exactly."""
 
 
 class Values(NamedTuple):
-    """Values of every labelled token, float32 [n]; None where not wanted. The first three have gradients."""
+    """Values of every labelled token, float32 [n]; None if not requested. The first three have gradients."""
 
     losses: torch.Tensor
     lse: torch.Tensor | None = None
@@ -43,18 +43,18 @@ class Values(NamedTuple):
     mean: torch.Tensor | None = None
     """The mean logit."""
     squares: torch.Tensor | None = None
-    """The sum of the squares of the probabilities."""
+    """The sum of the squared probabilities."""
 
 
 class LossMetrics(NamedTuple):
     """Values from the same pass as the loss.
 
-    `mean_entropy` and `logsumexp` are differentiable, for your own z-loss or entropy bonus. Like a loss they hold the
+    `mean_entropy` and `logsumexp` are differentiable, for your own z-loss or entropy bonus. Like a loss, they hold the
     graph, so detach what you keep for longer than a step.
     """
 
     token_accuracy: torch.Tensor
-    """The share of labelled tokens that are predicted right; a float32 scalar, NaN if no token is labelled."""
+    """The fraction of labelled tokens whose prediction is right; a float32 scalar, NaN if no token is labelled."""
     predicted_tokens: torch.Tensor
     """The token with the largest logit; int64, target's shape, -1 for ignored tokens."""
     mean_entropy: torch.Tensor
@@ -87,54 +87,54 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D], as [T, D] or [B, S, D]; float32, bfloat16 or float16.
         weight: [V, D], the dtype of `hidden` (any of the three under autocast).
-        target: [...], any integers (int64 is not copied), already shifted: target[t] is the token after hidden[t].
+        target: [...], any integer dtype (int64 is not copied), already shifted: target[t] is the token after hidden[t].
         bias: [V] or None, dtype as `weight`.
-        ignore_index: tokens with this target do not count and cost nothing. None: no token is ignored, and nothing
-            waits for the device.
-        reduction: "mean" over labelled tokens (with `class_weight`, over their weights), "sum", or "none".
-        num_items: divides the sum instead of that count (Hugging Face's `num_items_in_batch`); only with "mean".
+        ignore_index: tokens with this target do not count and cost nothing. None: no token is ignored, and the op does
+            not wait for the device.
+        reduction: "mean" over labelled tokens (with `class_weight`, weighted by it), "sum", or "none".
+        num_items: divides the sum instead of the token count (Hugging Face's `num_items_in_batch`); only with "mean".
         label_smoothing: in [0, 1], as torch's cross_entropy defines it.
         class_weight: [V], any floating dtype, as torch's cross_entropy defines it.
         z_loss: adds z_loss * logsumexp(logits)**2 to every labelled token's loss, under the same reduction.
-            `class_weight` does not multiply it, but with it a "mean" divides z_loss too by the sum of the labels'
-            weights. Liger divides by n, the number of labelled tokens: for Liger's value leave z_loss 0 and add
+            `class_weight` does not multiply it, but "mean" then divides it too by the sum of the labels' weights.
+            Liger divides by n, the number of labelled tokens: for Liger's value leave z_loss at 0 and add
             z_loss * metrics.logsumexp.square().sum() / n.
         logit_scale: multiplies hidden @ weight.T, before the bias.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
-        accumulate_dtype: the dtype in which the gradients of weight and bias add up over chunks, torch.float32 or None
-            for their own.
-        chunk_tokens: labelled tokens of a chunk; None for max(2048, D).
+        accumulate_dtype: the dtype in which the gradients of weight and bias are summed over chunks: torch.float32, or
+            None for their own.
+        chunk_tokens: labelled tokens per chunk; None for max(2048, D).
         return_metrics: return (loss, LossMetrics), from the same pass over the logits.
 
     Returns:
         The loss, a float32 scalar, or with "none" float32 of target's shape, 0 for ignored tokens. If all tokens are
-        ignored it is 0 with zero gradients for "sum" and for `num_items`, NaN with zero gradients for a plain "mean",
+        ignored, it is 0 with zero gradients for "sum" and for `num_items`, NaN with zero gradients for a plain "mean",
         as in torch.
 
-    Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over chunks in float32 and rounded once. The
-    upstream gradient is applied in the backward, once, in float32; where all labelled tokens fit in one chunk (not in
-    float16), to d_weight as the product of bfloat16 operands rounds it. With "none" it differs from token to token, so
-    the backward recomputes the chunks; so does a second backward (`retain_graph=True`), and one in which metrics have a
-    gradient.
+    Gradients: of `hidden` in its dtype; of `weight` and `bias` summed over chunks in float32 and rounded once. The
+    backward multiplies them by the upstream gradient once, in float32. If all labelled tokens fit in one chunk (and the
+    dtype is not float16), d_weight is one product in the operands' dtype, rounded before that multiplication. With
+    "none" the upstream gradient differs between tokens, so the backward recomputes the chunks. A second backward
+    (`retain_graph=True`) and one in which metrics have a gradient do so too.
 
     FLOPs: n labelled tokens cost 3 u, where u = 2 n D V; 4 u with "none"; 1 u less for a frozen hidden or weight;
     1 u without gradients. Metrics cost nothing, but a backward in which they have a gradient costs 3 u more (with
-    "none" no more). In a compiled graph, which cannot know this, `return_metrics` always costs 4 u.
+    "none" no more). A compiled graph cannot know this in advance, so there `return_metrics` always costs 4 u.
 
-    Memory: one chunk of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its
-    rounding. If all labelled tokens fit in one chunk, that chunk is kept for the backward instead of a float32
-    d_weight. If some tokens are ignored, also a chunk [chunk_tokens, D]; under autocast, the cast weight. Only 12 bytes
-    a token besides grow with T. Without gradients only the chunk. The operands are kept until the backward has run.
-    (ROCm has no half-precision product with a float32 sum, so a chunk is also copied to float32 there.)
+    Memory: one chunk of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its rounded
+    copy. If all labelled tokens fit in one chunk, that chunk is kept for the backward instead of a float32 d_weight. If
+    some tokens are ignored, also a chunk [chunk_tokens, D]; under autocast, the cast weight. Only 12 bytes per token
+    otherwise grow with T. Without gradients, only the chunk. The operands are kept until the backward has run. (ROCm
+    has no half-precision product with a float32 sum, so a chunk is also copied to float32 there.)
 
-    Under autocast the operands are cast, hidden chunk by chunk. Under torch.compile with `ignore_index=None` all of it
-    is compiled, anew for each number of tokens (torch's limit is 8), with one more sum of d_weight alive. With an
-    `ignore_index`, counting the labelled tokens breaks the graph, and the op runs eagerly.
+    Autocast casts the operands, hidden chunk by chunk. torch.compile with `ignore_index=None` compiles the whole op,
+    anew for each number of tokens (torch's limit is 8), and keeps one more sum of d_weight. With an `ignore_index`,
+    counting the labelled tokens breaks the graph, and the op runs eagerly.
 
     Raises:
-        TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, an empty sequence, sparse or
-            nested tensors, a transform of torch.func; on a CPU also a target outside [0, V). On a GPU, where a check
-            would wait for the device, and in a compiled graph, such a target makes its loss and the gradients NaN.
+        TypeError, ValueError: invalid types, dtypes, devices, shapes or numbers, an empty sequence, sparse or nested
+            tensors, a transform of torch.func; on a CPU also a target outside [0, V). On a GPU, where a check would
+            wait for the device, and in a compiled graph, such a target makes its loss and the gradients NaN.
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
@@ -156,7 +156,7 @@ def _loss(
     total, values = chunked.compute(reduction != "none")
     values = Values(*values)
     if reduction == "mean" and num_items is None and chunked.class_weight is not None and chunked.labelled > 0:
-        labels = labels_of(chunked).clamp(0, len(chunked.class_weight) - 1)  # of one outside, the loss is NaN already
+        labels = labels_of(chunked).clamp(0, len(chunked.class_weight) - 1)  # the loss of one outside is NaN anyway
         num_items = chunked.class_weight[labels].sum()
     loss = reduced(chunked, total, values.losses, shape, reduction, num_items)
     if not return_metrics:
@@ -170,7 +170,7 @@ def _loss(
 
 
 def labels_of(chunked: ChunkedHeads) -> torch.Tensor:
-    """Returns the labels of the tokens that have one, [n]."""
+    """Returns the labels of the labelled tokens, [n]."""
     return chunked.inputs[0] if chunked.rows is None else chunked.inputs[0][chunked.rows]
 
 
@@ -185,10 +185,10 @@ def prepare_head(
     chunk_tokens: int | None,
     class_weight: torch.Tensor | None = None,
 ) -> ChunkedHeads:
-    """Checks the tensors (TypeError, ValueError) and prepares them for the loop over chunks; `wanted` are fields of
+    """Checks the tensors (TypeError, ValueError) and prepares them for the loop over chunks. `wanted` are fields of
     `Values`.
 
-    They are made flat, and searched for labelled tokens, by `run_head`.
+    `run_head` later flattens the tensors and finds the labelled tokens.
     """
     head.check(op)
     hidden, weight, _ = head
@@ -223,10 +223,10 @@ def cross_entropies(options: Sequence[LossOptions], chunk: LogitChunk) -> None:
 
 
 def run_head(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *args: Any) -> Any:
-    """Returns run(chunked, *args), the tokens made flat and the labelled ones known.
+    """Flattens the tensors, finds the labelled tokens and returns run(chunked, *args).
 
-    Under torch.compile, `run` is compiled only if `ignore_index` is None: otherwise the number of chunks follows from
-    the labels, and compiling it anew for every batch would cost more than it brings.
+    torch.compile compiles `run` only if `ignore_index` is None. Otherwise the labels determine the number of chunks,
+    and compiling anew for every batch would cost more than it saves.
     """
     run_flat = _run_flat if ignore_index is None else _run_labelled
     return run_flat(run, chunked, ignore_index, *args)
@@ -234,7 +234,7 @@ def run_head(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *ar
 
 def _run_flat(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *args: Any) -> Any:
     op = chunked.spec.op
-    check_no_transform(op)  # here, since asking would put a node into a graph that breaks before it has another
+    check_no_transform(op)  # check here: later it would put a node into a graph that breaks
     (head,), (target,), class_weight = chunked.heads, chunked.inputs, chunked.class_weight
     target = target.reshape(-1).long().contiguous()
     check_labels(op, target, head.weight.shape[0], ignore_index)
@@ -249,7 +249,7 @@ _run_labelled = torch.compiler.disable(
 
 
 def check_target(op: str, head: Head, target: torch.Tensor, ignore_index: int | None) -> None:
-    """Raises TypeError or ValueError for labels that do not fit the head."""
+    """Raises TypeError or ValueError for labels that do not match the head."""
     check_dense(op, "target", target)
     check_shape(op, "target", target, tuple(head.hidden.shape[:-1]), "hidden's shape without D")
     if target.dtype not in _LABELS:
@@ -272,7 +272,7 @@ def check_class_weight(op: str, class_weight: torch.Tensor, hidden: torch.Tensor
 
 
 def check_labels(op: str, target: torch.Tensor, vocab: int, ignore_index: int | None) -> None:
-    """Raises ValueError for a label outside the vocabulary, on a CPU; on a GPU this would wait for the device."""
+    """On a CPU, raises ValueError for a label outside the vocabulary; on a GPU this would wait for the device."""
     if target.device.type != "cpu" or not values_known(target):
         return
     outside = (target < 0) | (target >= vocab)

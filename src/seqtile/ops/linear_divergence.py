@@ -1,5 +1,5 @@
-"""Divergences between the next-token distributions of a student and a teacher, with one chunk of logits of each alive
-at a time; see `logit_chunks.py`."""
+"""Divergences between the next-token distributions of a student and a teacher. Only one chunk of logits of each exists
+at a time, see `logit_chunks.py`."""
 
 from functools import partial
 
@@ -40,38 +40,38 @@ def linear_divergence(
     """Computes the divergence between a student's and a teacher's next-token distributions over the whole vocabulary,
     without storing the logits of either.
 
-    Let p = softmax(student logits / temperature), and q the same of the teacher. The divergence is KL(q, p), the
-    forward one, for beta = 0; KL(p, q), the reverse one, for beta = 1; and in between the generalised Jensen-Shannon
-    divergence beta KL(q, m) + (1 - beta) KL(p, m), where m = beta q + (1 - beta) p (On-Policy Distillation,
-    arXiv:2306.13649). Each head's logits are scale * hidden @ weight.T + bias, then soft-capped.
+    Let p = softmax(student logits / temperature), and q the same for the teacher. For beta = 0 the divergence is the
+    forward KL(q, p), for beta = 1 the reverse KL(p, q), and in between the generalised Jensen-Shannon divergence
+    beta KL(q, m) + (1 - beta) KL(p, m), where m = beta q + (1 - beta) p (On-Policy Distillation, arXiv:2306.13649).
+    Each head's logits are scale * hidden @ weight.T + bias, then soft-capped.
 
     Args:
         student_hidden, teacher_hidden: [..., D], where D may differ; float32, bfloat16 or float16.
         student_weight, teacher_weight: [V, D] with the same V, in the dtype of the head's hidden states (any of the
             three under autocast).
-        mask: [...] bool, True where a token counts; others cost nothing. None: all count.
+        mask: [...] bool, True for tokens that count; the others cost nothing. None: all count.
         reduction, num_items: as in `linear_cross_entropy`.
         return_entropy: return (divergence, entropies). The entropies are those of the student's softmax: float32 of the
-            tokens' shape, without gradient, 0 where a token does not count.
-        chunk_tokens: tokens of a chunk; None for max(2048, the larger D).
+            tokens' shape, without gradient, 0 for tokens that do not count.
+        chunk_tokens: tokens per chunk; None for max(2048, the larger D).
 
     Returns:
         A float32 scalar, or with "none" float32 of the tokens' shape. If no token counts it is 0 with zero gradients
         for "sum" and `num_items`, NaN with zero gradients for a plain "mean".
 
     Gradients: of every tensor of both heads that requires one, usually only the student's. Gradients of weights and
-    biases add up over chunks in float32. They are rounded once, or added unrounded to the parameter's `main_grad`.
+    biases are summed over chunks in float32. They are rounded once, or added unrounded to the parameter's `main_grad`.
 
-    FLOPs for n tokens that count, with u = 2 n D V of each head: student 3 u, teacher 1 u (3 u if it is trained). With
-    "none", where upstream gradients differ between tokens, student 4 u, teacher 2 u (4 u). Without gradients 1 u.
+    FLOPs for n tokens that count, with u = 2 n D V for each head: student 3 u, teacher 1 u (3 u if it is trained). With
+    "none", where upstream gradients differ between tokens: student 4 u, teacher 2 u (4 u). Without gradients 1 u.
 
     Memory: one chunk of logits of each head, d_hidden, d_weight in float32 and its rounded copy (if there is only one
     chunk, as in `linear_cross_entropy`). If some tokens do not count, also one chunk of each head's hidden states. Only
-    a few numbers a token besides grow with T. The operands are kept until the backward has run. The function breaks the
-    graph of torch.compile and runs eagerly.
+    a few bytes per token otherwise grow with T. The operands are kept until the backward has run. The function breaks
+    the graph of torch.compile and runs eagerly.
 
     Raises:
-        TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, such as a teacher with another
+        TypeError, ValueError: invalid types, dtypes, devices, shapes or numbers, such as a teacher with another
             vocabulary; an empty sequence; a transform of torch.func.
         RuntimeError: in a backward with `create_graph=True`.
     """
@@ -104,7 +104,7 @@ def _divergences(beta: float, options: tuple[LossOptions, LossOptions], chunk: L
 
 
 def _check(student: Head, teacher: Head, mask: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError for tensors that do not fit each other."""
+    """Raises TypeError or ValueError for tensors that do not match each other."""
     student.check(_OP, "student_")
     teacher.check(_OP, "teacher_")
     words = student.weight.shape[0], teacher.weight.shape[0]

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a linear head, with the logits of one chunk alive at a time."""
+"""Log-probabilities of given tokens under a linear head. Only one chunk of logits exists at a time."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -13,24 +13,24 @@ from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_log_probs"
 _VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean", "sum_squared_probs": "squares"}
-"""The fields of `TokenValues`, and of `linear_cross_entropy.Values`."""
+"""Maps the fields of `TokenValues` to those of `linear_cross_entropy.Values`."""
 
 
 class TokenValues(NamedTuple):
-    """Further values of each token, from the same pass over the logits as its log-probability; None if not requested.
+    """Further values of each token, from the same pass over the logits as the log-probability; None if not requested.
 
-    They have target's shape, are 0 (False) for ignored tokens, and float32 if not stated otherwise. The distribution is
-    softmax(logits / temperature). Only `entropy` is differentiable.
+    They have target's shape, are 0 (False) for ignored tokens, and are float32 unless stated otherwise. The
+    distribution is softmax(logits / temperature). Only `entropy` is differentiable.
     """
 
     entropy: torch.Tensor | None = None
     """The entropy of the distribution, in nats."""
     is_largest: torch.Tensor | None = None
-    """bool: the target has the largest logit (of equal ones, it is the first)."""
+    """bool: whether the target is the token with the largest logit (the first of equal ones)."""
     mean_logit: torch.Tensor | None = None
     """The mean of logits / temperature over the vocabulary."""
     sum_squared_probs: torch.Tensor | None = None
-    """The sum of the squares of the probabilities."""
+    """The sum of the squared probabilities."""
 
 
 @dispatched
@@ -56,7 +56,7 @@ def linear_log_probs(
 
     Args:
         temperature: divides the logits after the soft cap, as in sampling; more than 0.
-        outputs: names of fields of `TokenValues`; with any, the function returns (log_probs, TokenValues).
+        outputs: names of fields of `TokenValues`. If any, the function returns (log_probs, TokenValues).
         to_be_summed: True if you will sum or average the log-probabilities, so that all have the same upstream
             gradient. The forward then computes the gradients. If the upstream gradients differ after all, the backward
             computes the gradients again: slower, and as exact.
@@ -65,12 +65,12 @@ def linear_log_probs(
         float32 of target's shape, 0 for ignored tokens.
 
     FLOPs for n labelled tokens, with u = 2 n D V: 4 u, 1 in the forward and 3 in the backward. The backward recomputes
-    the chunks, since each token's upstream gradient is known only then. With `to_be_summed` 3 u, all in the forward;
+    the chunks, because each token's upstream gradient is known only then. With `to_be_summed` 3 u, all in the forward;
     6 u if the upstream gradients differ or entropies have one (in a compiled graph always 4 u).
 
     Memory: in the forward one chunk of logits [chunk_tokens, V]; in the backward that chunk, d_hidden (the size of
     `hidden`), d_weight in float32 and its rounded copy. If some tokens are ignored, also a chunk [chunk_tokens, D].
-    Only a few numbers a token besides grow with T. The operands are kept until the backward has run. With
+    Only a few bytes per token otherwise grow with T. The operands are kept until the backward has run. With
     `to_be_summed` the forward allocates all of it, as in `linear_cross_entropy`.
 
     Raises TypeError and ValueError as `linear_cross_entropy` does; RuntimeError in a backward with `create_graph=True`.

@@ -1,9 +1,9 @@
-"""The divergence of a student's next token from the k likeliest of a teacher, with the student's logits of one chunk
-alive at a time; see `logit_chunks.py`.
+"""The divergence between a student's next-token distribution and the k most likely tokens of a teacher. Only one chunk
+of the student's logits exists at a time, see `logit_chunks.py`.
 
-Of a chunk's logits [C, V] the k that the teacher knows, [C, k], are taken out; what remains is the tail, whose
-log-sum-exp and gradient are those of the kernel of cross-entropy. Taken out, not subtracted: so the tail's probability
-is exact, however small it is beside theirs.
+The k tokens that the teacher knows, [C, k], are removed from a chunk's logits [C, V]. The other tokens form the tail;
+the cross-entropy kernel computes the tail's log-sum-exp and gradient. Because the k tokens are removed before the sum,
+not subtracted from it, the tail's probability is exact even when it is tiny.
 """
 
 import math
@@ -22,7 +22,7 @@ from seqtile.ops.reduction import masked_loss
 from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_topk_divergence"
-_SLACK = 1e-2  # by which half-precision log-probabilities may sum up to more than 1
+_SLACK = 1e-2  # half-precision log-probabilities may sum up to this much more than 1
 
 
 @dispatched
@@ -44,17 +44,17 @@ def linear_topk_divergence(
 ) -> torch.Tensor:
     """Computes KL(teacher, student) from the teacher's log-probabilities of k tokens, without the student's logits.
 
-    With q the teacher's probabilities of its tokens `ids` and p = softmax(student's logits / temperature), it returns
-    the sum of q log(q / p) over these tokens. With `tail` it adds r log(r / s), where r and s are the probabilities
-    that teacher and student give to all other tokens together. Without `tail` the teacher's rest is ignored, so
-    `log_probs` may be normalised over the k tokens.
+    Let q be the teacher's probabilities of the tokens `ids`, and p = softmax(student's logits / temperature). The
+    divergence is the sum of q log(q / p) over these tokens. `tail` adds r log(r / s), where r and s are the
+    probabilities that teacher and student give to all other tokens together. Without `tail` the teacher's other tokens
+    are ignored, so `log_probs` may be normalised over the k tokens.
 
     Args:
         hidden, weight, bias, softcap, logit_scale, mask, reduction, num_items, chunk_tokens: as in `linear_divergence`,
-            of the student.
-        ids: [..., k] integers of the tokens' shape and k < V, different from each other.
-        log_probs: [..., k] floating point, the teacher's at the same temperature; -inf for tokens that do not count.
-            They get no gradient.
+            for the student.
+        ids: [..., k] integers, the tokens' shape and k < V; the k ids of a token must differ.
+        log_probs: [..., k] floating point, the teacher's at the same temperature; -inf for ids that do not count. They
+            get no gradient.
         tail: whether the remaining probability counts, as one more outcome.
 
     Returns:
@@ -62,12 +62,12 @@ def linear_topk_divergence(
 
     FLOPs, with u = 2 n D V: 3 u; with "none" 4 u; without gradients 1 u.
 
-    Memory: as `linear_divergence`, of one head. It breaks the graph of torch.compile.
+    Memory: as `linear_divergence`, for one head. The function breaks the graph of torch.compile.
 
     Raises:
-        TypeError, ValueError: as `linear_divergence`; on a CPU also ids outside [0, V) or twice in a row, and
-            invalid log-probabilities: positive, NaN, or of more than 1 in total. On a GPU a check would wait for the
-            device: there such a token's divergence and gradients are NaN, except for ids that occur twice.
+        TypeError, ValueError: as `linear_divergence`; on a CPU also for ids outside [0, V), ids that occur twice in a
+            row, and invalid log-probabilities: positive, NaN, or more than 1 in total. On a GPU a check would wait for
+            the device: there such a token's divergence and gradients are NaN, except for ids that occur twice.
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
@@ -86,8 +86,8 @@ def linear_topk_divergence(
 def _teacher(
     ids: torch.Tensor, log_probs: torch.Tensor, tail: bool, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns ids [C, k] int64, all inside the vocabulary; log-probabilities [C, k] float32, NaN in a row with an id
-    outside or with one that is none; and the probability of all other tokens [C, 1], 0 if it does not count."""
+    """Returns ids [C, k] int64, clamped to the vocabulary; log-probabilities [C, k] float32, NaN in rows with invalid
+    ids or log-probabilities; and the probability of all other tokens [C, 1], 0 without `tail`."""
     ids, logq = ids.long(), log_probs.float()
     total = logq.exp().sum(1, keepdim=True)
     bad = ((ids < 0) | (ids >= vocab)).any(1, keepdim=True) | ~(total <= 1 + _SLACK)
@@ -106,7 +106,7 @@ def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) 
     lse = torch.empty_like(losses)
     unused, target = torch.empty_like(losses), torch.zeros_like(losses, dtype=torch.int64)
     cross_entropy_(products, target, unused, options, lse=lse, bias=bias)
-    holes = lse  # of the tail and, under a cap, which keeps -inf from being -inf, of what was taken out
+    holes = lse  # the kernel's sum: the tail, and with a cap, which makes -inf finite, the removed tokens
     if options.softcap > 0:
         taken_out = ids.shape[1] * (-options.softcap / options.temperature - lse).exp()
         lse = lse + torch.log1p(-taken_out.clamp(max=1))
@@ -120,7 +120,8 @@ def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) 
         return
     total = q.sum(1, keepdim=True) + rest
     of_row = torch.ones_like(rest) if scale is None else scale.unsqueeze(1)
-    # Of the others' softmax, which is what the kernel multiplies: total * s - rest, as far as these are in its sum.
+    # The kernel multiplies the softmax over the other tokens by this: total * s - rest, times the tail's share of the
+    # kernel's sum.
     of_tail = of_row * (total * logs.exp() - rest) * (holes.unsqueeze(1) - log_tail).exp()
     of_tail = torch.where(log_tail == -math.inf, 0.0, of_tail).squeeze(1).contiguous()
     none = torch.zeros_like(losses)
@@ -129,7 +130,7 @@ def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) 
 
 
 def _check_teacher(hidden: torch.Tensor, vocab: int, ids: torch.Tensor, log_probs: torch.Tensor) -> None:
-    """Raises TypeError or ValueError for ids or log-probabilities that do not fit."""
+    """Raises TypeError or ValueError for ids or log-probabilities that do not match."""
     tokens = tuple(hidden.shape[:-1])
     for name, tensor in (("ids", ids), ("log_probs", log_probs)):
         check_dense(_OP, name, tensor)
@@ -150,7 +151,7 @@ def _check_teacher(hidden: torch.Tensor, vocab: int, ids: torch.Tensor, log_prob
 
 
 def _check_values(ids: torch.Tensor, log_probs: torch.Tensor, vocab: int) -> None:
-    """Raises ValueError for ids or log-probabilities [n, k] that are none, on a CPU."""
+    """On a CPU, raises ValueError for invalid ids or log-probabilities [n, k]."""
     if ids.device.type != "cpu" or not values_known(ids) or ids.numel() == 0:
         return
     outside, ordered = ids[(ids < 0) | (ids >= vocab)], ids.sort(1).values
@@ -159,6 +160,6 @@ def _check_values(ids: torch.Tensor, log_probs: torch.Tensor, vocab: int) -> Non
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         raise ValueError(f"{_OP}: ids holds a token twice in a row, expected k different ones")
     total = log_probs.double().exp().sum(1)
-    if not (total <= 1 + _SLACK).all():  # NaN, too
+    if not (total <= 1 + _SLACK).all():  # also true for NaN
         worst = total[~(total <= 1 + _SLACK)][0].item()
         raise ValueError(f"{_OP}: log_probs of a token have a total probability of {worst:g}, expected at most 1")

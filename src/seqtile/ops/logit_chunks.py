@@ -1,20 +1,19 @@
-"""The loop over chunks of logits, of one head or of several over the same tokens, and its autograd: values of every
-token that counts, and at once the gradients of heads and hidden states.
+"""The loop over chunks of logits, for one or several heads over the same tokens, and its autograd Function. It computes
+values of every token that counts and, in the same pass, the gradients of heads and hidden states.
 
-For a chunk of C tokens: logits = hidden W' of each head, the row function turns them into values and, in place, into
-their gradients, and then d_W += d_logits' hidden and d_hidden = d_logits W. Three matrix products a head, one chunk of
-logits alive:
+For a chunk of C tokens and each head: logits = hidden W'. The row function computes values from them and overwrites
+them with their gradients. Then d_W += d_logits' hidden and d_hidden = d_logits W. Each head costs three matrix
+products, and only one chunk of logits exists at a time:
 
     hidden [C, D] ──mm──> logits [C, V] ──row function──> losses [C], d_logits [C, V] in the same memory
                                                                       ├──mm──> d_hidden [C, D]
                                                                       └──mm──> added to d_W [V, D], float32
 
-Where all tokens that count fit in one chunk there is no sum, and d_W is one product in its own dtype.
+If all tokens that count fit in one chunk, d_W is one product in its own dtype, without a sum.
 
-If the loss is one total, the forward already computes the gradients, except for the factor of the upstream gradient. If
-there is one value per token, the backward recomputes the chunks, because each token's upstream gradient is known only
-then.
-Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
+If the loss is one total, the forward already computes the gradients up to the factor of the upstream gradient. If each
+token has its own value, the backward recomputes the chunks, because only then are the upstream gradients known. Source:
+Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +28,13 @@ from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_ope
 from seqtile.ops.chunks import chunks, to_be_filled
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
 
-# MKL adds up the products of few rows one number after the other, in float32: of a real model's 49,152 words 9e-5 off.
+# For few rows MKL sums the products one by one in float32: with a real model's 49,152 words the error is 9e-5.
 _FEW_ROWS, _WORDS = 16, 1024
 
 
 class Head(NamedTuple):
     hidden: torch.Tensor
-    """[..., D]; [T, D] where it is computed."""
+    """[..., D]; [T, D] during the computation."""
     weight: torch.Tensor
     """[V, D]"""
     bias: torch.Tensor | None
@@ -43,11 +42,11 @@ class Head(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its matrix products: the operands', or autocast's."""
+        """The dtype of its matrix products: autocast's, else that of the operands."""
         return autocast_dtype(self.hidden) or self.hidden.dtype
 
     def check(self, op: str, name: str = "") -> None:
-        """Raises TypeError or ValueError for tensors that do not fit each other; `name` begins their names."""
+        """Raises TypeError or ValueError for tensors that do not match each other; `name` begins their names."""
         tensors = {f"{name}{part}": tensor for part, tensor in self._asdict().items() if tensor is not None}
         check_operands(op, f"{name}hidden", tensors)
         shape = list(self.hidden.shape)
@@ -65,49 +64,49 @@ class Head(NamedTuple):
         return Head(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, bias)
 
     def logits_buffer(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates [rows, V], each row at a multiple of 16 elements: elsewhere a GPU reads one element at a time."""
+        """Allocates [rows, V] with rows aligned to 16 elements; a GPU reads unaligned rows one element at a time."""
         vocab = self.weight.shape[0]
         length = vocab if torch.compiler.is_compiling() else -(-vocab // 16) * 16  # it compiles no product into a part
         buffer = self.hidden.new_empty(rows, length, dtype=dtype)
         if length > vocab and buffer.device.type == "cpu":
-            buffer[:, vocab:] = 0  # oneDNN multiplies an odd row's next element, in half precision, by zero: NaN stays
+            buffer[:, vocab:] = 0  # oneDNN multiplies the element after an odd row by zero in half precision: NaN stays
         return buffer[:, :vocab]
 
 
 class LogitChunk(NamedTuple):
-    """What a row function takes: of a chunk of C tokens, and of each head in lists of logits, biases and
-    `write_grads`."""
+    """The arguments of a row function for a chunk of C tokens. `logits`, `biases` and `write_grads` have one entry per
+    head."""
 
     logits: list[torch.Tensor]
-    """[C, V]: products hidden W'. **Destroyed** where `write_grads` says so: they then hold the gradient of the sum of
+    """[C, V]: products hidden W'. **Destroyed** where `write_grads` is True: they then hold the gradient of the sum of
     scales * values with respect to the capped logits' argument, times the temperature."""
     biases: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
-    """`ChunkedHeads.inputs` of these tokens."""
+    """`ChunkedHeads.inputs` of the chunk's tokens."""
     class_weight: torch.Tensor | None
     values: list[torch.Tensor | None]
-    """[C] each, **written**: the losses, and the values of `RowLossSpec.values`."""
+    """[C] each, **written**: the losses, then the values of `RowLossSpec.values`."""
     scales: list[torch.Tensor | None]
-    """[C] float32 of each differentiable value; None for ones of the losses, for zeros of others."""
+    """[C] float32 for each differentiable value. None means ones for the losses and zeros for the others."""
     write_grads: tuple[bool, ...]
 
 
 class RowLossSpec(NamedTuple):
-    """What to compute from each row of the heads' logits, and for how many rows at a time."""
+    """What to compute from each row of the heads' logits, and how many rows form a chunk."""
 
     op: str
     row_function: Callable[[Sequence[LossOptions], LogitChunk], None]
     options: tuple[LossOptions, ...]
-    """One for each head, with the same temperature."""
+    """One per head, all with the same temperature."""
     dtypes: tuple[torch.dtype, ...]
-    """One for each head, see `Head.dtype`."""
+    """One per head, see `Head.dtype`."""
     chunk_tokens: int
     values: tuple[torch.dtype | None, ...] = ()
-    """The dtypes of the values besides the losses; None where one is not wanted."""
+    """The dtypes of the values other than the losses; None for values that are not requested."""
     differentiable: int = 1
     """The number of values that have a gradient, the losses first."""
     accumulate_dtype: torch.dtype = torch.float32
-    """The dtype of the sums of the gradients of weight and bias."""
+    """The dtype in which the gradients of weight and bias are summed."""
 
 
 @dataclass
@@ -118,11 +117,11 @@ class HeadGradients:
     weight: WeightGrad | None
     bias: WeightGrad | None
     one_product: bool
-    """True if there is only one chunk: the weight's gradient is then one product with `d_logits` [n, V], not a sum."""
+    """True if there is only one chunk: d_weight is then one product with `d_logits` [n, V], not a sum."""
     d_logits: torch.Tensor | None = None
 
     def add(self, d_logits: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, places: slice | torch.Tensor) -> None:
-        """Adds those of a chunk: x [C, D] lies at `places` of the hidden states; a copy of them is **destroyed**."""
+        """Adds a chunk's gradients. x [C, D] are the hidden states at `places`; if x is a copy, it is **destroyed**."""
         if self.one_product:
             self.d_logits = d_logits
         elif self.weight is not None:
@@ -140,7 +139,7 @@ class HeadGradients:
 
 
 def _over_words(d_logits: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns d_logits [C, V] @ matrix [V, D], written to `out`."""
+    """Writes d_logits [C, V] @ matrix [V, D] to `out` and returns it."""
     if d_logits.device.type != "cpu" or len(d_logits) >= _FEW_ROWS or d_logits.dtype != torch.float32:
         return torch.mm(d_logits, matrix, out=out)
     out.zero_()
@@ -150,16 +149,16 @@ def _over_words(d_logits: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor)
 
 
 class ChunkedHeads(NamedTuple):
-    """Heads over the same T tokens, with the spec and the further inputs of their losses."""
+    """Heads over the same T tokens, with the spec and the other inputs of their losses."""
 
     spec: RowLossSpec
     heads: tuple[Head, ...]
     inputs: tuple[torch.Tensor, ...] = ()
     """[T, ...] each, such as labels."""
     rows: torch.Tensor | None = None
-    """[n] int64, the tokens that count; None if all do."""
+    """[n] int64, the positions of the tokens that count; None if all do."""
     class_weight: torch.Tensor | None = None
-    """[V] float32, by which losses are multiplied."""
+    """[V] float32, multiplies the losses."""
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
@@ -174,17 +173,18 @@ class ChunkedHeads(NamedTuple):
 
     @property
     def labelled(self) -> int:
-        """n, how many tokens count."""
+        """n, the number of tokens that count."""
         return (self.heads[0].hidden if self.rows is None else self.rows).shape[0]
 
     def compute(self, grads_in_forward: bool) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Returns the sum of the losses, and the values of every token that counts; see `ChunkedHeadsFunction`."""
+        """Returns the sum of the losses and the values of every token that counts, see `ChunkedHeadsFunction`."""
         grads_in_forward = grads_in_forward and torch.is_grad_enabled()
         total, *values = ChunkedHeadsFunction.apply(self.spec, grads_in_forward, *self.tensors)
         return total, values
 
     def new_values(self, others: bool = True) -> list[torch.Tensor | None]:
-        """Allocates the losses of every token that counts, [n], and the `others` that are wanted, None elsewhere."""
+        """Allocates the losses of the tokens that count, [n], and with `others` the requested other values; else
+        None."""
         losses, dtypes = to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32), self.spec.values
         wanted = [dtype if others else None for dtype in dtypes]
         return [losses, *(None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted)]
@@ -196,12 +196,12 @@ class ChunkedHeads(NamedTuple):
         main_grads: Sequence[torch.Tensor | None],
         scales: Sequence[torch.Tensor | None],
     ) -> list[HeadGradients]:
-        """Goes over the chunks once, writes `values`, and returns those gradients of hidden, weight and bias of each
-        head that are in `needs`: of the sum of scales * values, see `LogitChunk.scales`.
+        """Goes over the chunks once, writes `values`, and returns the gradients that `needs` requests of each head's
+        hidden, weight and bias. The gradients are those of the sum of scales * values, see `LogitChunk.scales`.
 
-        Of each head 2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one chunk of logits
-        [C, V], d_hidden and d_weight; where some tokens are ignored, or autocast changes the dtype, one chunk [C, D]
-        besides. If there is one chunk and no `main_grad`, `_scaled` computes d_weight later, so the chunk of d_logits
+        Each head costs 2 n D V FLOP for the logits, and as many for d_hidden and for d_weight. Allocates one chunk of
+        logits [C, V], d_hidden and d_weight; if some tokens are ignored or autocast changes the dtype, also one chunk
+        [C, D]. If there is one chunk and no `main_grad`, `_scaled` computes d_weight later, and the chunk of d_logits
         is kept until then.
         """
         spec, heads, inputs, rows, class_weight = self
@@ -212,9 +212,9 @@ class ChunkedHeads(NamedTuple):
         gradients = [self._no_gradients(i, needs, main_grads[2 * i]) for i, needs in enumerate(needs_by_head)]
         write_grads = tuple(map(any, needs_by_head))
 
-        def add(chunk: slice) -> None:  # a function, so that what it allocates is free again before the next chunk
+        def add(chunk: slice) -> None:  # a function: its allocations are freed before the next chunk
             places = chunk if rows is None else rows[chunk]
-            hidden = [head.hidden[places].to(dtype) for head, dtype in per_head]  # views, if nothing changes
+            hidden = [head.hidden[places].to(dtype) for head, dtype in per_head]  # views if nothing changes
             pairs = zip(hidden, matrices, buffers, strict=True)
             logits = [torch.mm(x, matrix.t(), out=buffer[: x.shape[0]]) for x, matrix, buffer in pairs]
             row_chunk = LogitChunk(
@@ -235,11 +235,11 @@ class ChunkedHeads(NamedTuple):
         return gradients
 
     def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
-        """Returns the sums of a head's gradients, still empty."""
+        """Returns a head's gradient sums, still empty."""
         (hidden, weight, bias), spec = self.heads[i], self.spec
         make, dtype = to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
         one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens
-        # It is rounded before it is scaled, which float16 has no range for.
+        # One product is rounded before it is scaled, and float16 has too little range for that.
         one_product &= weight.dtype != torch.float16 and weight.dtype in (spec.dtypes[i], torch.float32)
         return HeadGradients(
             hidden=make(hidden) if needs[0] else None,
@@ -252,12 +252,12 @@ class ChunkedHeads(NamedTuple):
 class ChunkedHeadsFunction(torch.autograd.Function):
     """The sum of the losses of `ChunkedHeads`, and the values of every token that counts.
 
-    With `grads_in_forward` 3 matrix products a head in all: the upstream gradient is applied in the backward, once, in
-    float32, in place, and what it is applied to is given away: a second backward (`retain_graph=True`) recomputes the
-    chunks. A backward also recomputes the chunks if the tokens' losses have different upstream gradients, or if a value
-    other than the losses has one. Only the backward can tell. 3 products more.
+    With `grads_in_forward`, each head costs 3 matrix products in all. The backward multiplies the gradients by the
+    upstream gradient once, in float32, in place, and returns these buffers, so a second backward (`retain_graph=True`)
+    recomputes the chunks. The backward also recomputes them (3 more products) if the upstream gradients differ between
+    tokens, or if a value other than the losses has one. Only the backward can know that.
 
-    Without it one product in the forward, three in the backward; nothing but the operands is kept.
+    Without it, the forward costs one product and the backward three; only the operands are kept.
     """
 
     @staticmethod
@@ -266,7 +266,7 @@ class ChunkedHeadsFunction(torch.autograd.Function):
         ctx.spec, ctx.grads_in_forward = spec, grads_in_forward
         ctx.main_grads = [main_grad_of(parameter) for head in chunked.heads for parameter in head[1:]]
         ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)  # one that is not there is None
+        ctx.set_materialize_grads(False)  # missing gradients are None
         values = chunked.new_values()
         ctx.mark_non_differentiable(*[value for value in values[spec.differentiable :] if value is not None])
         needs = [grads_in_forward and needed for needed in ctx.needs_input_grad[2 : 2 + 3 * len(chunked.heads)]]
@@ -274,7 +274,7 @@ class ChunkedHeadsFunction(torch.autograd.Function):
         ctx.labelled, ctx.gradients = chunked.labelled, gradients if grads_in_forward else None
         total = values[0].sum()
         if torch.compiler.is_compiling() and grads_in_forward and not any(spec.values):
-            values[0] = None  # a compiled backward gets zeros for it, and would recompute
+            values[0] = None  # a compiled backward would get zeros for it and recompute
         return total, *values
 
     @staticmethod
@@ -286,7 +286,7 @@ class ChunkedHeadsFunction(torch.autograd.Function):
         if ctx.grads_in_forward and upstream is None and d_losses is not None:
             upstream, d_losses = one_factor(d_losses)
         if d_losses is not None or any(d_value is not None for d_value in d_others):
-            del gradients  # before there are others
+            del gradients  # free them before new ones are allocated
             chunked = _saved(ctx)
             if upstream is not None:
                 d_losses = upstream.expand(chunked.labelled) + (0 if d_losses is None else d_losses)
@@ -302,9 +302,10 @@ class ChunkedHeadsFunction(torch.autograd.Function):
 
 
 def one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the factor that `d_losses` [n] holds for every token, and None; or None and `d_losses`, if they differ.
+    """Returns (the factor, None) if `d_losses` [n] has one value for all tokens, else (None, `d_losses`).
 
-    Waits for the device, in a backward that has nothing else to do yet. In a simulation, without values, it is one.
+    Waits for the device, at a time when the backward has nothing else to do. A simulation, without values, assumes one
+    factor.
     """
     first = d_losses[0] if len(d_losses) else d_losses.new_ones(())
     equal = isinstance(d_losses, FakeTensor) or d_losses.is_meta or bool((d_losses == first).all())
@@ -325,8 +326,8 @@ def _of_sum(
 def _of_values(
     ctx, chunked: ChunkedHeads, d_values: Sequence[torch.Tensor | None], needs: Sequence[bool]
 ) -> tuple[list[HeadGradients], torch.Tensor]:
-    """Returns the gradients where every token has upstream gradients of its own, `d_values` [n] float32 of its losses
-    and other differentiable values, up to a factor, and that factor. One pass over the chunks."""
+    """Returns the gradients, up to a factor, and that factor, if every token has its own upstream gradients `d_values`
+    ([n] float32 for the losses and each other differentiable value). One pass over the chunks."""
     values, (d_losses, *d_others) = chunked.new_values(others=False), d_values
     d_losses = torch.zeros_like(values[0]) if d_losses is None else d_losses
     weight = chunked.class_weight
@@ -336,9 +337,9 @@ def _of_values(
 
 
 def _scaled(ctx, gradients: Sequence[HeadGradients], factor: torch.Tensor) -> list[torch.Tensor | None]:
-    """Returns the gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded.
+    """Returns the gradients, multiplied once by `factor` (float32, one element) in float32, in place, and rounded.
 
-    If no token is labelled all are zeros, whatever the factor is: 1/0 where nothing is divided must not make them NaN.
+    If no token is labelled, all gradients are zeros; a factor of 1/0 must not turn them into NaN.
     """
     spec, found = ctx.spec, []
     factor = factor if ctx.labelled else torch.ones_like(factor)
@@ -351,7 +352,7 @@ def _scaled(ctx, gradients: Sequence[HeadGradients], factor: torch.Tensor) -> li
             chunked = ChunkedHeads.of(spec, ctx.saved_tensors)
             (hidden, parameter, _), rows = chunked.heads[i], chunked.rows
             hidden = (hidden if rows is None else hidden[rows]).to(spec.dtypes[i])
-            like = d_logits.new_empty(1, 1, dtype=parameter.dtype)  # of the parameter ZeRO-3 may have left no shape
+            like = d_logits.new_empty(1, 1, dtype=parameter.dtype)  # ZeRO-3 may have left the parameter without a shape
             weight = WeightGrad(like.expand(d_logits.shape[1], hidden.shape[1]), parameter.dtype)
             weight.add(d_logits, hidden)
         found += [
@@ -376,9 +377,9 @@ def _saved(ctx) -> ChunkedHeads:
 def pow2_grad_scale(*factors: torch.Tensor | None) -> torch.Tensor:
     """Returns a power of two [1] near the largest finite magnitude in `factors` (float32), divided by 2**6.
 
-    The gradient of a chunk of logits is stored in the operands' dtype. What multiplies it is divided by this first and
-    multiplied back in float32 at the end, exactly, so that it fits float16 whatever a GradScaler or class weights are;
-    2**6 of float16's 2**16 are used, so that the smaller ones keep their digits and the products still fit.
+    The gradient of a chunk of logits is stored in the operands' dtype. Its factors are first divided by this power, and
+    the result is multiplied back in float32 at the end, exactly. So it fits float16 whatever the GradScaler or class
+    weights are. Of float16's 2**16 only 2**6 are used: smaller values keep their digits, and the products still fit.
     """
     finite = [factor.where(factor.isfinite(), 0.0).abs() for factor in factors if factor is not None]
     if finite[0].numel() == 0:

@@ -13,8 +13,8 @@ from seqtile.ops.logit_chunks import ChunkedHeads
 def masked_loss(
     chunked: ChunkedHeads, mask: torch.Tensor | None, reduction: str, num_items: int | float | torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Returns the losses of heads for the same tokens, without those that `mask` leaves out, reduced as `reduction`
-    says; and the other values of each token."""
+    """Returns the losses of heads over the same tokens, reduced as `reduction` says, and the other values of each
+    token. Tokens outside `mask` do not count."""
     check_no_transform(chunked.spec.op)
     shape = chunked.heads[0].hidden.shape[:-1]
     chunked = chunked._replace(
@@ -42,18 +42,18 @@ def reduced(
     if reduction == "sum":
         return total
     if num_items is None and chunked.labelled == 0:
-        return total + math.nan  # torch's mean of nothing, whose gradients are zeros
+        return total + math.nan  # like torch's mean of nothing; its gradients are zeros
     if isinstance(num_items, torch.Tensor):
-        num_items = num_items.reshape(()).float()  # a CPU's scalar divides a GPU's without being copied there
+        num_items = num_items.reshape(()).float()  # a CPU scalar divides a GPU tensor without a copy
         num_items = num_items.to(total.device) if num_items.is_cuda else num_items
     return total / (chunked.labelled if num_items is None else num_items)
 
 
 def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
-    """Returns where `labels` [T] is not `ignored`: [n] int64, or None if that is everywhere.
+    """Returns the positions [n] int64 where `labels` [T] is not `ignored`; None if all are labelled.
 
-    The one wait for the device in a call: the loop over chunks must know n. A simulation, where n is not known, takes
-    all tokens down the path that some would take.
+    This is the only wait for the device in a call: the loop over chunks must know n. A simulation does not know n and
+    assumes that all tokens count, on the code path for some.
     """
     if isinstance(labels, FakeTensor) or labels.is_meta:
         return torch.arange(labels.shape[0], device=labels.device)
@@ -64,7 +64,7 @@ def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
 def scatter_to_tokens(
     values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0
 ) -> torch.Tensor:
-    """Returns `values` [n] of the tokens that count in the `shape` of all tokens, with `fill` for the others.
+    """Scatters `values` [n] of the tokens that count into a tensor of all tokens' `shape`; the others get `fill`.
     Differentiable."""
     if rows is not None:
         values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)

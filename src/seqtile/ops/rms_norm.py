@@ -1,4 +1,4 @@
-"""RMSNorm that keeps only its input, for the norm after the last layer."""
+"""RMSNorm that saves only its input, for the norm after the last layer."""
 
 import torch
 
@@ -10,12 +10,12 @@ from seqtile.ops.linear import WeightGrad, main_grad_of
 
 @torch.compiler.disable(reason="seqtile.rms_norm launches its kernel")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D], in float32, rounded to the
+    """Computes x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D] in float32, rounded to the
     wider dtype of x and weight.
 
-    Memory: saves x. Allocates the output, in the backward the gradient of x; nothing else of their size, unless the
-    tokens of x, or of the gradient that comes back, cannot be viewed as rows: a copy then.
-    RuntimeError in the backward for second derivatives (`create_graph=True`). Under torch.compile one graph break.
+    Memory: saves x. Allocates the output, and in the backward the gradient of x. If the tokens of x or of the upstream
+    gradient cannot be viewed as rows, also a copy. RuntimeError in the backward for second derivatives
+    (`create_graph=True`). Under torch.compile one graph break.
     """
     return RMSNormFunction.apply(x, weight, eps)
 

@@ -1,16 +1,16 @@
-"""The node that saves a function's inputs before the function runs.
+"""A node that saves a function's inputs before the function runs.
 
-Non-reentrant `torch.utils.checkpoint` recomputes a region only up to the last tensor that the region saved, its early
-stop. What an autograd Function saves is packed only after its forward has run, so a Function that saves its own inputs
-is always run again. `save_early` places an identity before it that saves them instead:
+Non-reentrant `torch.utils.checkpoint` recomputes a region only until the last tensor that the region saved (early
+stop). An autograd Function saves its tensors after its forward, so a Function that saves its own inputs always runs
+again. `save_early` places an identity before the Function that saves them instead:
 
     forward         x ── SaveEarly ── x ── GatedMLP ── y   the Function saves nothing, and keeps SaveEarly's node
     recomputation   x ── SaveEarly ┃                       the last tensor is saved: it stops here
-    backward                       x ── GatedMLP           reads node.saved_tensors, and computes gate and up once more
+    backward                       x ── GatedMLP           reads node.saved_tensors, and recomputes gate and up
 
-Where nothing behind the Function saves a tensor either, as in a Llama layer, its forward is never run a second time: a
-tiled MLP under checkpointing then costs what an untiled one costs. This needs no flag and no detection of
-checkpointing. If the recomputation does continue, the result is still right.
+If nothing after the Function saves a tensor either, as in a Llama layer, the Function's forward never runs twice: a
+tiled MLP under checkpointing costs as much as an untiled one. This needs no flag and does not detect checkpointing. If
+the recomputation does continue, the result is still right.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,11 @@ class SaveEarlyFunction(torch.autograd.Function):
 def save_early(
     tensors: Sequence[torch.Tensor], also: Sequence[torch.Tensor | None] = ()
 ) -> tuple[Sequence[torch.Tensor], Node | None]:
-    """Saves `tensors` and `also` now, for a backward.
+    """Saves `tensors` and `also` for a backward now.
 
-    Returns the tensors handed through, as views, and the node whose `saved_tensors` are (*tensors, *also); or the
-    tensors themselves and None, if none of them requires a gradient or none is wanted. `also` are tensors that the
-    backward needs besides, such as weights: like any saved tensor, they must not be changed in place before it.
-    Allocates nothing.
+    Returns views of the tensors, and the node whose `saved_tensors` are (*tensors, *also). If none of the tensors
+    requires a gradient or gradients are off, returns the tensors themselves and None. `also` are other tensors that the
+    backward needs, such as weights: like any saved tensor, they must not change in place before it. Allocates nothing.
     """
     first = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), None)
     if first is None or not torch.is_grad_enabled():
@@ -53,5 +52,5 @@ def save_early(
 
 
 def saved_for(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """Returns what was saved for a node: by `ctx.node`, which `save_early` returned, or if that is None by itself."""
+    """Returns the tensors saved for a node: by `ctx.node`, which `save_early` returned, or by `ctx` if that is None."""
     return ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors

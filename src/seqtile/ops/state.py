@@ -1,20 +1,20 @@
-"""The state that a function which runs again must find and leave as it was: random numbers, autocast, tensors,
-generators.
+"""The state that a repeated function must find and leave unchanged: random numbers, autocast, tensors, generators.
 
-A tiled function runs once a chunk, and once more in the backward.
+A tiled function runs once per chunk, and again in the backward.
 
-- `ForwardState` is what it must find there: autocast, and the states of torch's default generators, as in the forward.
-- `WatchedState` is what it must leave: tensors that it is given or holds, and generators of its own. A function that
-  changes its input or a buffer in place would compute something else each time. Every tensor counts its changes in
-  place (its version), so that asking costs one int a tensor and waits for no device; small tensors are copied, to be
-  put back.
+- `ForwardState` is the state that it must find in the backward: autocast and torch's default generators as they were in
+  the forward.
+- `WatchedState` is the state that it must not change: tensors that it gets or holds, and its own generators. A function
+  that changes its input or a buffer in place would compute something else each time. Every tensor counts its in-place
+  changes (its version), so a check costs one int per tensor and does not wait for the device. Small tensors are copied,
+  so that they can be restored.
 
     WatchedState(holds, given, error)  ->  fn(chunk)  ->  check()  ->  fn(chunk)  ->  check()  -> ...
-    versions, copies                    as before? else put back what was copied, and raise
+    versions, copies                    unchanged? else restore the copies, and raise
 
-What a function holds is looked for in its closure, its defaults, the arguments that were bound to it and the globals
-that its code names, and among buffers and attributes of modules found there. `ops` sees no class of torch.nn: a module
-is what has `named_modules`.
+What a function holds is found in its closure, its defaults, its bound arguments, the globals that its code names, and
+the buffers and attributes of modules found there. `ops` knows no class of torch.nn: any object with `named_modules`
+counts as a module.
 """
 
 import pickle
@@ -33,20 +33,20 @@ from torch.autograd.graph import Node
 
 Tensors = Sequence[torch.Tensor]
 Found = tuple[str, Any, Any]
-"""A name, what has it, and the module whose attribute that is, or None."""
+"""A name, the object of that name, and the module whose attribute it is, or None."""
 _KEPT = {torch.Tensor, torch.Generator, random.Random}
-_PLAIN = (int, float, str, dict, set, type(None))  # what most attributes of a module are
+_PLAIN = (int, float, str, dict, set, type(None))  # the types of most attributes of a module
 
 
 class Generator:
-    """A generator of random numbers, and the state in which it was found."""
+    """A generator of random numbers, and its state when it was found."""
 
     def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]):
         self.name, self._read, self._write, self._state = name, read, write, read()
 
     @property
     def drawn(self) -> bool:
-        states = (self._state, self._read())  # torch's are on the CPU; tolist is no operator: it works in simulations
+        states = (self._state, self._read())  # torch's are on the CPU; tolist works in simulations
         then, now = (state.tolist() if isinstance(state, torch.Tensor) else pickle.dumps(state) for state in states)
         return then != now
 
@@ -55,7 +55,7 @@ class Generator:
 
 
 def default_generators(device: torch.device) -> list[Generator]:
-    """Returns torch's default generators: that of the CPU, and that of the device if it has one of its own."""
+    """Returns torch's default generators: the CPU's, and the device's if it has its own."""
     found = [Generator("torch's default generator", torch.get_rng_state, torch.set_rng_state)]
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
@@ -65,7 +65,7 @@ def default_generators(device: torch.device) -> list[Generator]:
 
 
 def _generator(name: str, thing: Any) -> Generator:
-    """Returns a generator of torch, Python or numpy as it is now."""
+    """Wraps a generator of torch, Python or numpy, with its current state."""
     if isinstance(thing, torch.Generator):
         return Generator(name, thing.get_state, thing.set_state)
     source = getattr(thing, "_bit_generator", thing)  # numpy's, or Python's own
@@ -73,17 +73,17 @@ def _generator(name: str, thing: Any) -> Generator:
 
 
 def autocast_on(device: torch.device) -> tuple[str, torch.dtype, bool]:
-    """Returns the arguments of `torch.autocast` that make the one that is active now."""
+    """Returns the arguments that make `torch.autocast` reproduce the current autocast."""
     kind = "cpu" if device.type == "meta" else device.type  # nothing is cast on the meta device
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
 class ForwardState(NamedTuple):
-    """Autocast, and torch's default generators of the CPU and of the device that computes, as they are in a forward."""
+    """Autocast and torch's default generators of the CPU and of the computing device, as they are in a forward."""
 
     device: torch.device
     autocast: tuple[str, torch.dtype, bool]
-    """The kind of device, the dtype, and whether it is enabled."""
+    """The device type, the dtype, and whether autocast is enabled."""
     random: list[Generator]
 
     @classmethod
@@ -91,12 +91,12 @@ class ForwardState(NamedTuple):
         return cls(device, autocast_on(device), default_generators(device))
 
     def forward_autocast(self) -> torch.autocast:
-        """Returns a context. Casts are not cached in it: the graph of a cached one would serve one run only."""
+        """Returns a context without a cache for casts: the graph of a cached cast would serve one run only."""
         return torch.autocast(*self.autocast, cache_enabled=False)
 
     @contextmanager
     def forward_random(self) -> Iterator[None]:
-        """Draws random numbers from where the forward drew them; at the end, again, from where they are now."""
+        """Draws the forward's random numbers again; on exit, restores the current generator states."""
         devices = [self.device] if len(self.random) > 1 else []
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cpu"):
             for generator in self.random:
@@ -105,27 +105,27 @@ class ForwardState(NamedTuple):
 
 
 class WatchedTensor:
-    """A tensor as it was found: its version, the module whose attribute it was, if any, and maybe a copy."""
+    """A tensor as it was found: its version, the module whose attribute it is, if any, and optionally a copy."""
 
     def __init__(self, name: str, tensor: torch.Tensor, owner: Any = None, copy: torch.Tensor | None = None):
         self.name, self.tensor, self.copy = name, tensor, copy
         self._owner, self._attribute = owner, name.rsplit(".", 1)[-1]
-        self._version = None if tensor.is_inference() else tensor._version  # made in inference mode, it counts none
+        self._version = None if tensor.is_inference() else tensor._version  # inference tensors have no version
 
     @property
     def changed(self) -> bool:
-        """It was changed in place, as far as versions tell."""
+        """Whether the tensor was changed in place, according to its version."""
         return self._version is not None and self.tensor._version != self._version
 
     @property
     def differs(self) -> bool:
-        """It, or the buffer that took its place, has other values than its copy. Waits for the device."""
+        """Whether the tensor, or the buffer that replaced it, differs from the copy. Waits for the device."""
         is_buffer = self._owner is not None and self._attribute in self._owner._buffers
         now = getattr(self._owner, self._attribute) if is_buffer else self.tensor
         return self.copy is not None and not (equal(self.tensor, self.copy) and equal(now, self.copy))
 
     def put_back(self) -> None:
-        if self.differs:  # writing the same would count as a change, also of what other graphs have saved
+        if self.differs:  # writing equal values would still count as a change, also of tensors that other graphs saved
             self.tensor.detach().copy_(self.copy)
         if self._owner is not None and getattr(self._owner, self._attribute, None) is not self.tensor:
             setattr(self._owner, self._attribute, self.tensor)
@@ -142,7 +142,7 @@ def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
 
 
 class WatchedState:
-    """The tensors and generators that a function must leave as they are: those it is `given`, by kind, and holds.
+    """The tensors and generators that a function must not change: those `given` to it, by kind, and those it holds.
 
     Copies the smallest tensors, up to `room` bytes in all. If `room` is finite, copies none that requires a gradient.
     """
@@ -153,9 +153,9 @@ class WatchedState:
         found = [*found_in([*roots, *holds])]
         self.generators = [_generator(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
         self.tensors = [WatchedTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
-        if any(isinstance(each.tensor, FakeTensor) for each in self.tensors):  # then real ones cannot be copied, either
+        if any(isinstance(each.tensor, FakeTensor) for each in self.tensors):  # then real ones cannot be copied either
             return
-        # What cannot be compared is not copied.
+        # Copy only what can be compared.
         comparable = [each for each in self.tensors if each.tensor.layout is torch.strided and not each.tensor.is_meta]
         for each in sorted(comparable, key=lambda each: each.tensor.nbytes):
             if each.tensor.nbytes <= room and (room == inf or not each.tensor.requires_grad):
@@ -164,11 +164,11 @@ class WatchedState:
 
     def guarded(self, pieces: Tensors) -> list[WatchedTensor]:
         """Returns a chunk's inputs as copies, so that changes do not reach the caller's tensors."""
-        with torch.inference_mode(False):  # where tensors count versions
+        with torch.inference_mode(False):  # tensors made in it have no versions
             return [WatchedTensor(f"input {i}", piece.clone(), copy=piece) for i, piece in enumerate(pieces)]
 
     def check(self, guarded: Sequence[WatchedTensor] = ()) -> None:
-        """Restores what was copied, and raises `error` if anything has changed."""
+        """Raises `error` if anything has changed, after restoring what was copied."""
         changed = [each for each in (*guarded, *self.tensors) if each.changed]
         drawn = ", ".join(generator.name for generator in self.generators if generator.drawn)
         if changed:
@@ -193,7 +193,7 @@ class WatchedState:
 def found_in(roots: Sequence[Found]) -> Iterator[Found]:
     """Yields (name, object, owning module or None) once for each tensor or generator that is a root or is held by one.
     Skips the parameters of modules."""
-    seen: dict[int, Any] = {}  # holds what it has seen, so that no other object gets its id
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
     pending = list(reversed(roots))
     while pending:
         name, thing, owner = pending.pop()
@@ -202,13 +202,13 @@ def found_in(roots: Sequence[Found]) -> Iterator[Found]:
         seen[id(thing)] = thing
         if _is_kept(thing):
             yield name, thing, owner
-        else:  # the first is looked into first, and gives the name
+        else:  # reversed, so that the first name found is used
             owner = thing if _is_module(thing) else None
             pending += [(inner, part, owner) for inner, part in reversed([*_inside(name, thing)])]
 
 
 def _is_kept(thing: Any) -> bool:
-    """Returns whether it is a tensor or a generator of torch, Python or numpy."""
+    """Returns whether an object is a tensor or a generator of torch, Python or numpy."""
     kind = type(thing)  # isinstance is slow with torch.Generator
     return not _KEPT.isdisjoint(kind.__mro__) or hasattr(kind, "_bit_generator")
 
@@ -218,7 +218,7 @@ def _is_module(thing: Any) -> bool:
 
 
 def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
-    """Returns the contents of a function, bound method, container or module; of any other object its attributes that
+    """Returns the contents of a function, bound method, container or module; for any other object, its attributes that
     are tensors, generators or modules."""
     if isinstance(thing, partial):
         return (name, thing.func), ("args", thing.args), ("keywords", thing.keywords)
@@ -242,8 +242,8 @@ def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _named_by(function: FunctionType) -> dict[str, Any]:
-    """Returns what a function's closure and defaults hold, and the globals that its code names, but for functions of
-    other files, such as torch's: they keep nothing of its author's."""
+    """Returns the contents of a function's closure and defaults, and the globals that its code names. Skips functions
+    of other files, such as torch's, which hold none of its author's state."""
     code, shared, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
     found = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
     found |= function.__kwdefaults__ or {}
@@ -251,7 +251,7 @@ def _named_by(function: FunctionType) -> dict[str, Any]:
         if not isinstance(shared[name], FunctionType) or shared[name].__globals__ is shared:
             found[name] = shared[name]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        found |= ((name, value) for value in get_referents(cell))  # none, if the variable has no value yet
+        found |= ((name, value) for value in get_referents(cell))  # empty if the variable has no value yet
     return found
 
 
@@ -262,7 +262,8 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
-    """Yields every node that a backward from `ends` reaches, once each; without `start` and what only it leads to."""
+    """Yields every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
+    through it."""
     seen: set[Node | None] = {start, None}
     pending = list(ends)
     while pending:

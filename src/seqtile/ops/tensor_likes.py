@@ -1,4 +1,4 @@
-"""Lets tensor subclasses override the functions of this package, as they override torch's."""
+"""Lets tensor subclasses override the functions of this package as they override torch's."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 
 def dispatched(function: Callable) -> Callable:
-    """Returns `function`, which an argument that has `__torch_function__` is asked to compute."""
+    """Returns `function`, wrapped so that an argument with `__torch_function__` can override it."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Any function of tokens that does not mix them, chunk by chunk: a linear layer, a norm, an MLP with adapters.
+"""Computes any function that does not mix tokens chunk by chunk: a linear layer, a norm, an MLP with adapters.
 
-The forward keeps its inputs and no activation; the backward of a chunk runs the function again and differentiates it at
-once, so that what is inside the function never has the length of the sequence.
-Source: Arctic Long Sequence Training, 3.1 (TiledCompute).
+The forward saves its inputs and no activation. The backward runs the function again on each chunk and differentiates it
+at once, so no tensor inside the function ever has the length of the sequence. Source: Arctic Long Sequence Training,
+3.1 (TiledCompute).
 
     forward    inputs [.., S, ..] --cut--> fn(chunk 0), fn(chunk 1), ...  --copied to--> outputs [.., S, ..]
     backward   for each chunk: fn(chunk) with a graph, torch.autograd.grad, gradients of
@@ -27,7 +27,7 @@ from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, defaul
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8
-"""With `check=True`."""
+"""The tokens that `check=True` tries."""
 
 
 def tiled(
@@ -42,39 +42,38 @@ def tiled(
     """Computes `fn(*inputs, *shared)` chunk by chunk along `dim`.
 
     Args:
-        fn: a function, or a module, of the tensors that are cut along `dim`, followed by `shared`. It returns a tensor
-            or a tuple of tensors that are as long along `dim` as the inputs it gets. A token's output must depend on no
-            other token.
-        inputs: [..., S, ...] with S at `dim` in each; any dtype, those of floating point with gradients.
+        fn: a function or module. It gets the inputs cut along `dim`, then `shared`. It returns a tensor or a tuple of
+            tensors, each as long along `dim` as the inputs it gets. A token's output must depend on no other token.
+        inputs: [..., S, ...] with S at `dim` in each; any dtype. Floating-point inputs get gradients.
         params: every leaf that requires a gradient and that `fn` uses without getting it as an argument, such as a
-            module's parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or its
-            `main_grad` does).
-        shared: tensors that every chunk gets whole, with gradients, summed in the same way.
-        chunk_tokens: tokens of a chunk, counting all dimensions but the last; None for max(2048, size of the last
+            module's parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or added to its
+            `main_grad`).
+        shared: tensors that every chunk gets whole. Their gradients are summed in the same way.
+        chunk_tokens: tokens per chunk, counting all dimensions but the last; None for max(2048, size of the last
             dimension).
         dim: the dimension that is cut.
-        check: first compute 8 tokens whole, once more whole, and cut in two. Raise ValueError if fn mixes tokens, keeps
-            state or draws random numbers, and restore what it changed. Meant for trying a function out: it waits for
-            the device, and copies `shared` and what fn holds.
+        check: first compute 8 tokens whole, whole again, and in two chunks. Raise ValueError if fn mixes tokens, keeps
+            state or draws random numbers, and restore what it changed. Use it to try a function out: it waits for the
+            device, and copies `shared` and what fn holds.
 
-    State: `fn` runs once for each chunk and again in the backward, so it must change nothing. It raises if fn changes
-    in place its inputs, `shared`, `params`, or tensors that it holds (in its closure, defaults and bound arguments, in
-    globals that it names, as buffers and attributes of modules there), or if it draws random numbers from a generator
-    that it holds. Before raising it restores what was changed, unless that is larger than a chunk. Without `check` it
-    does not see changes through `.data`, a tensor that replaces another, Python numbers, state that is kept elsewhere,
-    and what F.batch_norm gets (it does see nn.BatchNorm).
+    State: `fn` runs once per chunk and again in the backward, so it must have no side effects. `tiled` raises if fn
+    changes in place its inputs, `shared`, `params`, or tensors that it holds (in its closure, defaults, bound arguments
+    and globals, or in buffers and attributes of modules there), or if it draws random numbers from a generator that it
+    holds. It first restores the changed tensors, unless they are larger than a chunk. Without `check` it does not see
+    changes through `.data`, tensors that replace others, Python numbers, state that is kept elsewhere, and arguments
+    that F.batch_norm changes (it does see nn.BatchNorm).
 
-    Random numbers of torch's default generators: a chunk draws the same in the backward as in the forward, but not the
-    same as an untiled fn. The backward has the forward's autocast; casts are not cached between chunks.
+    Random numbers from torch's default generators: a chunk draws the same in the backward as in the forward, but not
+    the same as an untiled fn. The backward uses the forward's autocast; casts are not cached between chunks.
 
-    FLOPs: one forward of `fn` more than untiled. Non-reentrant checkpointing recomputes `fn` anyway; there only the
-    products at the end of `fn` are added, which an untiled recomputation leaves out.
+    FLOPs: one more forward of `fn` than untiled. Under non-reentrant checkpointing, which recomputes `fn` anyway, only
+    the products at the end of `fn` are added, because an untiled recomputation stops before them.
 
-    Memory: saves the inputs and nothing inside. Allocates the outputs; in the backward the gradients of the inputs and
-    a float32 sum for each of `params` and `shared`; what `fn` needs for one chunk; a copy of the first chunk's inputs,
-    and at most as much of small tensors that `fn` gets or holds.
+    Memory: saves the inputs and no activation. Allocates the outputs; in the backward the gradients of the inputs and
+    a float32 sum for each of `params` and `shared`; the activations of `fn` for one chunk; a copy of the first chunk's
+    inputs, and of small tensors that `fn` gets or holds, together no larger than that.
 
-    If all tokens fit in one chunk, fn is simply called.
+    If all tokens fit in one chunk, `tiled` simply calls fn.
 
     Under torch.compile this is one graph break.
 
@@ -82,7 +81,7 @@ def tiled(
         TypeError, ValueError: inputs that are no tensors or of different lengths; an output that is not as long as its
             inputs; a leaf that `fn` uses but that is not in `params`; parameters that are sharded (ZeRO-3, DTensor):
             each chunk would gather them, and ranks with different numbers of chunks would wait for each other forever;
-            state, as above; sparse inputs; torch.vmap or torch.func around it.
+            state, as above; sparse inputs; an enclosing torch.vmap or torch.func transform.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for a leaf that is not in
             `params` and that only a later chunk uses.
     """
@@ -107,8 +106,9 @@ def tiled_part(
     """Does the same as `tiled`, for a caller that gathers sharded parameters in the forward and in the backward.
 
     Args:
-        always: compute a single chunk like several, so that gradients come in the same order on ranks of all lengths.
-        used_alone: leave out those of `params` that the first chunk does not use, which then do not wait for this
+        always: compute a single chunk like several, so that gradients arrive in the same order on all ranks, however
+            long their sequences.
+        used_alone: drop the `params` that the first chunk does not use, so that their gradients do not wait for this
             backward.
     """
     params, shared = _listed("params", params), _listed("shared", shared)
@@ -120,7 +120,7 @@ def tiled_part(
 
 
 def _step(first: torch.Tensor, chunk_tokens: int | None, dim: int) -> int:
-    """Returns the positions of a chunk along `dim`."""
+    """Returns the number of positions of a chunk along `dim`."""
     tokens_of_one = torch.Size([size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]).numel()
     return max(1, resolve_chunk_tokens(chunk_tokens, first.shape[-1]) // max(1, tokens_of_one))
 
@@ -145,7 +145,7 @@ def _tiled(
 
 
 class Holding(NamedTuple):
-    """A function for `tiled`, and the tensors and generators that it holds, or objects to search for them, see
+    """A function for `tiled` with the tensors and generators that it holds, or objects to search for them, see
     `found_in`."""
 
     fn: Callable[..., Outputs]
@@ -156,15 +156,15 @@ class Holding(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of `tiled` without the tensors that are saved: `given`, its inputs and then the shared tensors."""
+    """A call of `tiled` without its saved tensors `given`: the inputs, then the shared tensors."""
 
     fn: Holding
     inputs: int
     params: Tensors
     versions: tuple[int, ...]
-    """Versions of the parameters. No node saves these, since only the first chunk shows which are used."""
+    """Versions of the parameters. No node saves these, because only the first chunk shows which are used."""
     step: int
-    """The positions of a chunk."""
+    """The number of positions of a chunk."""
     dim: int
     node: Node | None
     """The node that saves `given` and, unless they have versions, the parameters; None if no tensor of `given` requires
@@ -176,23 +176,24 @@ class Call(NamedTuple):
         return tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
 
     def held(self, given: Tensors, error: type[Exception]) -> WatchedState:
-        """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
+        """Returns the state that fn must not change, else `error` is raised. Copies at most as much as a chunk's
+        input."""
         first = self.cut(given[0], chunks(given[0].shape[self.dim], self.step)[0])
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
         return WatchedState(self.fn.holds, kinds, error, room=first.nbytes)
 
     def run_first(self, held: WatchedState, given: Tensors) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
         """Returns fn's detached outputs for the first chunk, and the order in which fn first used each leaf, see
-        `_leaves_behind`. An untiled backward produces gradients in the reverse order; under ZeRO, ranks whose sequence
-        fits in a chunk must do so too."""
+        `_leaves_behind`. An untiled backward produces gradients in the reverse order. Under ZeRO all ranks must,
+        including those whose sequence fits in a chunk."""
         first = chunks(given[0].shape[self.dim], self.step)[0]
-        hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
+        hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from an outer checkpoint
         with torch.set_grad_enabled(self.differentiate), hidden:  # most functions use the same leaves in every chunk
             _, results = self.run(held, given, first, guarded=True)
         return [result.detach() for result in results], _leaves_behind(results)
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
-        """Returns leaves for the chunk's inputs and the shared tensors, and the outputs of fn for them."""
+        """Returns the leaves for the chunk's inputs and shared tensors, and fn's outputs for them."""
         pieces = (*(self.cut(tensor, chunk) for tensor in given[: self.inputs]), *given[self.inputs :])
         leaves = [piece.detach().requires_grad_(piece.requires_grad) for piece in pieces]
         guarded_pieces = held.guarded(leaves[: self.inputs]) if guarded else []
@@ -206,17 +207,17 @@ class Call(NamedTuple):
 
 
 class TiledFunction(torch.autograd.Function):
-    """`first` is what the first chunk made; `tensors` are those given, and leaves that stand for `call.params`, which
-    take their gradients."""
+    """`first` are the outputs of the first chunk. `tensors` are those of `given`, then leaves that represent
+    `call.params` and receive their gradients."""
 
     @staticmethod
     def forward(ctx, call: Call, held: WatchedState, first: list[torch.Tensor], *tensors: torch.Tensor) -> Tensors:
-        ctx.set_materialize_grads(False)  # an output that nobody used has no gradient
+        ctx.set_materialize_grads(False)  # unused outputs get no gradient
         ctx.call, ctx.node, given = call, call.node, tensors[: len(tensors) - len(call.params)]
         if call.node is None:
             ctx.save_for_backward(*given, *call.params)
         results, length = tuple(first), given[0].shape[call.dim]
-        first.clear()  # nobody else holds what the first chunk made
+        first.clear()  # frees the first chunk's outputs after they are copied
         outputs = []
         for result in results:
             shape = list(result.shape)
@@ -249,7 +250,7 @@ class TiledFunction(torch.autograd.Function):
         sums = weight_grads((*shared, *call.params), needs[call.inputs :], main_grads)
         held = call.held(given, RuntimeError)
 
-        def add(chunk: slice) -> None:  # a function, so that the gradients of a chunk are gone before the next
+        def add(chunk: slice) -> None:  # a function: a chunk's gradients are freed before the next chunk
             with torch.enable_grad():
                 leaves, results = call.run(held, given, chunk)
             pairs = zip(results, d_outputs, strict=True)
@@ -257,7 +258,7 @@ class TiledFunction(torch.autograd.Function):
             outputs, upstream = [result for result, _ in trained], [call.cut(d, chunk) for _, d in trained]
             wanted = [leaf for leaf, need in zip((*leaves, *call.params), needs, strict=True) if need]
             found = gradients_of(outputs, wanted, upstream)
-            gradients = iter(found)  # in the order of `wanted`: of inputs, then of what is summed
+            gradients = iter(found)  # in the order of `wanted`: inputs, then summed tensors
             for d_input in d_inputs:
                 if d_input is not None:
                     piece, gradient = call.cut(d_input, chunk), next(gradients)
@@ -269,7 +270,7 @@ class TiledFunction(torch.autograd.Function):
         with call.state.forward_random():
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
-        # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as untiled.
+        # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as when untiled.
         return (
             None,
             None,
@@ -280,7 +281,7 @@ class TiledFunction(torch.autograd.Function):
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of an iterable. Raises TypeError for other elements, and for a single tensor."""
+    """Returns the tensors of an iterable. Raises TypeError for other elements and for a single tensor."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"tiled: {name} is a {type(tensors).__name__}, expected a list of tensors")
     return tuple(tensors)
@@ -291,7 +292,7 @@ def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -
         raise ValueError("tiled: no input to cut; pass the tensors that hold the tokens")
     for kind, tensors in (("input", inputs), ("shared tensor", shared), ("parameter", params)):
         for i, tensor in enumerate(tensors):
-            if kind == "input" or getattr(tensor, "requires_grad", True):  # what is not summed may be of any layout
+            if kind == "input" or getattr(tensor, "requires_grad", True):  # unsummed tensors may have any layout
                 check_dense("tiled", f"{kind} {i}", tensor)
     for i, tensor in enumerate(inputs):
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == 0:
@@ -318,7 +319,7 @@ def _check_whole(params: Tensors) -> None:
 
 
 def _checked_outputs(outputs: Any, length: int, dim: int) -> tuple[torch.Tensor, ...]:
-    """Returns a chunk's outputs as a tuple; raises TypeError or ValueError unless each is as long as the chunk."""
+    """Returns a chunk's outputs as a tuple. Raises TypeError or ValueError unless each is as long as the chunk."""
     results = outputs if isinstance(outputs, tuple) else (outputs,)
     for i, result in enumerate(results):
         if not isinstance(result, torch.Tensor):
@@ -332,8 +333,8 @@ def _checked_outputs(outputs: Any, length: int, dim: int) -> tuple[torch.Tensor,
 
 
 def _leaves_behind(results: Tensors) -> dict[int, tuple[int, int]]:
-    """Returns the leaves that a graph reaches, by their ids, each with the number of the node that used it first and,
-    negative, its place among the inputs of that."""
+    """Returns the leaves that a graph reaches, by id, each with its place in the forward: the number of the node that
+    used it first, and the negative index among that node's inputs."""
     used: dict[int, tuple[int, int]] = {}
     for node in nodes_behind(result.grad_fn for result in results):
         for place, (following, _) in enumerate(node.next_functions):
@@ -344,7 +345,7 @@ def _leaves_behind(results: Tensors) -> dict[int, tuple[int, int]]:
 
 
 def _check_leaves(results: Tensors, known: Tensors, error: type[Exception]) -> None:
-    """Raises `error` if the results' graph reaches a leaf that is not `known`: its gradient would be lost."""
+    """Raises `error` if the results' graph reaches a leaf that is not in `known`: its gradient would be lost."""
     allowed = {id(tensor) for tensor in known}
     for node in nodes_behind(result.grad_fn for result in results):
         leaf = getattr(node, "variable", None)
@@ -358,8 +359,8 @@ def _check_leaves(results: Tensors, known: Tensors, error: type[Exception]) -> N
 @torch.compiler.disable(reason="seqtile.tiled(check=True) looks at values")
 @torch.no_grad()
 def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> None:
-    """Raises ValueError if fn, given a few of the tokens, does not compute the same chunk by chunk. What fn holds and
-    random numbers are then as before."""
+    """Raises ValueError if fn, tried on a few tokens, mixes tokens, keeps state or draws random numbers. Restores what
+    fn holds and random state."""
     check_no_transform("tiled")
     if inputs[0].is_meta:
         raise ValueError("tiled: check=True compares values, and tensors on the meta device have none; leave it out")
@@ -375,7 +376,7 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
     try:
         whole = run(given)
         drawn = [generator.name for generator in before.generators if generator.drawn]
-        again = run(given)  # with what the first run left behind
+        again = run(given)  # with the state that the first run left
         changed = [held.name for held in before.tensors if held.differs]
         before.put_back()
         parts = []

@@ -1,7 +1,7 @@
-"""seqtile probe: defects of long-sequence training, looked for in seqtile and in what else is installed.
+"""seqtile probe: looks for defects of long-sequence training in seqtile and in other installed packages.
 
-Each probe has an answer that is known: no output may change, or one process's gradient, or float64's. Peers run in
-processes of their own, by their public APIs; none is needed. Nothing slow is imported here.
+Each probe knows the right answer: no output may change, or it has the gradient of one process or of float64. Other
+packages run in their own processes, through their public APIs; none of them is required. Nothing slow is imported here.
 """
 
 import json
@@ -27,22 +27,22 @@ PROBES = {
 }
 PEERS = ("torch", "transformers", "accelerate", "deepspeed", "trl", "liger-kernel")
 TREES = {"alone": ("one process", 1), "seqtile": ("two ranks", 2), "deepspeed": ("two ranks of DeepSpeed", 2)}
-"""Process trees, and how many ranks each has."""
-TIME_LIMIT = 300  # seconds for a tree
+"""Process trees: a description and the number of ranks."""
+TIME_LIMIT = 300  # seconds per tree
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one probe found of one system."""
+    """The result of one probe of one system."""
 
     probe: str
     system: str
-    """What was run, with its options."""
+    """What ran, with its options."""
     package: str
     verdict: str
-    """`right` or `wrong`; `by contract`, where a guide says that this comes out and what to do; `imprecise` of the
-    head's gradient and `grows` of memory; or why there is no figure: `not installed`, `needs a GPU`, `not tried`,
-    `refused`, which an error says, `failed`, after any other error."""
+    """`right` or `wrong`; `by contract` if the package's guide announces this result and says what to do; `imprecise`
+    for the head's gradient; `grows` for memory. Without a figure: `not installed`, `needs a GPU`, `not tried`,
+    `refused` (with a deliberate error) or `failed` (with any other error)."""
     figure: str = ""
     note: str = ""
 
@@ -68,9 +68,9 @@ def probe(
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Returns what the probes of these names find, in the order of PROBES, seqtile first.
+    """Runs the named probes and returns their rows in the order of PROBES, seqtile first.
 
-    `time_limit`: seconds for each of the process trees. Raises ValueError for a name that is not in PROBES.
+    `time_limit`: seconds per process tree. Raises ValueError for a name that is not in PROBES.
     """
     if unknown := set(names) - PROBES.keys():
         raise ValueError(f"expected probes of {', '.join(PROBES)}, got {', '.join(sorted(unknown))}")
@@ -83,7 +83,7 @@ def probe(
 
 
 def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
-    """Returns what the processes of a tree write. A case that they do not reach has failed."""
+    """Returns the rows that the processes of a tree write. A case without a row has failed."""
     from seqtile.probe.tree import cases_of
 
     cases = [case for case in cases_of(tree) if case.probe in names]
@@ -105,7 +105,7 @@ def command(tree: str, arguments: list[str]) -> list[str]:
 
 
 def ended(command: list[str], directory: str, time_limit: float) -> str:
-    """Runs processes to their end, or kills them at the time limit. Returns the first error, or that it was late."""
+    """Runs processes until they end, or kills them at the time limit. Returns the first error, or that time ran out."""
     with (Path(directory) / "output").open("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, start_new_session=True)
         try:
@@ -126,7 +126,7 @@ def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Returns the table of the rows, with the versions of what is installed."""
+    """Returns a Markdown table of the rows, with the versions of the installed packages."""
     lines = ["| probe | of | verdict | figure | |", "| --- | --- | --- | ---: | --- |"]
     for row in rows:
         verdict = f"**{row.verdict}**" if row.verdict == "wrong" else row.verdict

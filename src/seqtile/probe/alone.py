@@ -1,4 +1,4 @@
-"""The probes that one process runs."""
+"""The probes that run in one process."""
 
 import tempfile
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from seqtile.memory.measure import LiveBytes
 from seqtile.probe.cases import CLOSE, VOCAB, WINDOW, Case, Finding, error, gradients, leak, small_model, window
 
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""hidden [T, D], weight [V, D], target [T], tokens a chunk -> the mean loss."""
+"""hidden [T, D], weight [V, D], target [T], tokens per chunk -> the mean loss."""
 
-HEAD = (2048, 64, 256)  # T, D, V of the probe of the head
+HEAD = (2048, 64, 256)  # T, D, V for the probe of the head
 CHUNKS = 256
-LENGTHS = (8192, 16384)  # of the probe of memory, with chunks of 256 tokens; TRL's tiles have 4,096
+LENGTHS = (8192, 16384)  # for the probe of memory, with chunks of 256 tokens; TRL's tiles have 4,096
 WIDTH, WORDS = 16, 1024
-UNEQUAL = (60, 4)  # labels of two batches
+UNEQUAL = (60, 4)  # the numbers of labels of two batches
 GUIDE = "the mean of the batches' means; its guide says how to weigh by labels"
 RING = "torch's ring attention, over several GPUs: not tried here"
 UPSTREAM = "a sum, divided afterwards as its docstring recommends"
@@ -44,7 +44,7 @@ def tiled_model(sliding_window: int | None = None) -> nn.Module:
 
 
 def unequal_batches() -> list[dict[str, Tensor]]:
-    """Returns two batches of one row of 64 tokens, of which the last 60 and the last 4 are labels."""
+    """Returns two batches with one row of 64 tokens each; the last 60 and the last 4 tokens have labels."""
     found = []
     for i, labelled in enumerate(UNEQUAL):
         ids = torch.randint(3, VOCAB, (1, 64), generator=torch.Generator().manual_seed(i))
@@ -55,14 +55,14 @@ def unequal_batches() -> list[dict[str, Tensor]]:
 
 
 def both_at_once() -> Tensor:
-    """Returns the gradient of the mean over all labels of both, as one batch."""
+    """Returns the gradient of the mean over all labels of both batches, computed as one batch."""
     model, batches = small_model(), unequal_batches()
     model(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss.backward()
     return gradients(model)
 
 
 def accumulation(model: nn.Module, backward: Callable[[nn.Module, dict[str, Tensor], int], None]) -> Finding:
-    """`backward(model, batch, items)` is called for each batch, with the number of labels of both."""
+    """Calls `backward(model, batch, items)` for each batch, where `items` is the number of labels of both."""
     for batch in unequal_batches():
         backward(model, batch, sum(UNEQUAL))
     return small_error(error(gradients(model), both_at_once()))
@@ -93,7 +93,7 @@ def accelerate_accumulates() -> Finding:
 
 
 def deepspeed_accumulates() -> Finding:
-    """The loss of all chunks is a sum, divided by the labels afterwards, as its docstring recommends."""
+    """Sums the loss over chunks and divides by the number of labels afterwards, as DeepSpeed's docstring recommends."""
 
     def backward(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
         hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[0, :-1]
@@ -103,7 +103,7 @@ def deepspeed_accumulates() -> Finding:
 
 
 def trl_accumulates() -> Finding:
-    """SFTTrainer, one update of SGD at learning rate 1 over the two batches."""
+    """SFTTrainer, with one SGD update of learning rate 1 over the two batches."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -144,7 +144,7 @@ def of_seqtile(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Te
 
 
 def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
-    """The loop that one writes by hand; autograd adds up the weight's gradient in its dtype."""
+    """The loop that users write by hand; autograd sums the weight's gradient in the weight's dtype."""
     from torch.utils.checkpoint import checkpoint
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def problem(tokens: int, width: int, words: int, dtype: torch.dtype, device: str
 
 
 def head(loss: Loss, device: str = "cpu") -> Finding:
-    """Right within twice what torch's untiled loss, in bfloat16 too, is from float64."""
+    """Right if the error against float64 is at most twice that of torch's untiled loss, also in bfloat16."""
     hidden, weight, target = problem(*HEAD, torch.bfloat16, device)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     untiled(*exact, target, 0).backward()
@@ -203,7 +203,7 @@ def head(loss: Loss, device: str = "cpu") -> Finding:
 
 
 def memory(loss: Loss, device: str = "cpu") -> Finding:
-    """Right where it grows by less than an eighth of a row of logits, in bfloat16."""
+    """Right if memory grows by less than an eighth of a row of logits per token, in bfloat16."""
     peaks = []
     for tokens in LENGTHS:
         inputs = problem(tokens, WIDTH, WORDS, torch.bfloat16, device)

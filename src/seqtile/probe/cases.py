@@ -1,4 +1,4 @@
-"""What a case is, and what the probes compute with: small models, and a count of outputs that change."""
+"""Defines a case and the tools of the probes: small models, and a count of outputs that change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from seqtile.probe import Row, installed
 
 VOCAB, TOKENS = 97, 64
-BOUNDARY = 24  # where document 2 begins: not at the boundary of a shard
+BOUNDARY = 24  # where document 2 starts: not at a shard boundary
 WINDOW = 8
 LABEL = 32  # the first token of the second of two shards
-CLOSE = 1e-3  # of a float32 gradient, where rounding makes 1e-6
+CLOSE = 1e-3  # relative error of a float32 gradient; rounding causes 1e-6
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class Finding:
     right: bool
     figure: str
     wrong: str = "wrong"
-    """The verdict where it is not right."""
+    """The verdict if it is not right."""
 
     def by_contract(self, is_as_said: bool) -> "Finding":
-        """Returns it with another verdict than "wrong" where it is as a guide says."""
+        """If the result is as a guide says, returns the finding with the verdict "by contract" instead of "wrong"."""
         return replace(self, wrong="by contract") if is_as_said else self
 
 
 @dataclass(frozen=True)
 class Case:
-    """A probe of one system: what is run, and what it needs."""
+    """A probe of one system: what runs, and what it needs."""
 
     probe: str
     system: str
@@ -43,7 +43,7 @@ class Case:
         return Row(self.probe, self.system, self.package, verdict, figure, note or self.note)
 
     def absent(self) -> Row | None:
-        """Returns the row of a case that cannot run here."""
+        """Returns the row of a case that cannot run here, else None."""
         if not installed(self.package):
             return self.row("not installed")
         return self.row("needs a GPU") if self.gpu and not torch.cuda.is_available() else None
@@ -54,7 +54,7 @@ class Case:
             found = self.find()
         except (NotImplementedError, ValueError) as error:
             return self.row("refused", note=first_line(error))
-        except Exception as error:  # a peer's own: the row says so, and the other rows come
+        except Exception as error:  # raised by another package: report it and go on
             return self.row("failed", note=first_line(error))
         return self.row("right" if found.right else found.wrong, found.figure)
 
@@ -64,15 +64,15 @@ def first_line(error: Exception) -> str:
 
 
 def small_model(sliding_window: int | None = None) -> nn.Module:
-    """Returns a Llama in float32, or with a window a Mistral, of one layer; weights large enough for a sharp softmax.
+    """Returns a Llama in float32 (a Mistral if there is a window) with one layer and weights that make a sharp softmax.
 
-    The same in every process.
+    All processes get the same model.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attn_implementation": "sdpa"}
-    sizes |= {"use_cache": False}  # as Trainer sets it for training
+    sizes |= {"use_cache": False}  # Trainer sets it for training
     torch.manual_seed(0)
     if sliding_window is None:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -86,7 +86,7 @@ def small_model(sliding_window: int | None = None) -> nn.Module:
 
 
 def batch_of(packed: bool = False) -> dict[str, Tensor]:
-    """Returns input_ids, labels and position_ids, int64 [1, TOKENS]; the labels of a quarter are masked."""
+    """Returns input_ids, labels and position_ids, int64 [1, TOKENS]. A quarter of the labels is masked."""
     ids = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     labels, positions = ids.clone(), torch.arange(TOKENS)[None]
     labels[:, : TOKENS // 4] = -100
@@ -97,7 +97,7 @@ def batch_of(packed: bool = False) -> dict[str, Tensor]:
 
 
 def changed(logits: Callable[[dict[str, Tensor]], Tensor], batch: dict[str, Tensor], beyond: int) -> Finding:
-    """Counts the tokens from `beyond` on whose logits change when token 1 is another. `logits` returns [S, V]."""
+    """Counts the tokens at or after `beyond` whose logits change when token 1 changes. `logits` returns [S, V]."""
     with torch.no_grad():
         before = logits(dict(batch))
         ids = batch["input_ids"].clone()
@@ -114,20 +114,20 @@ def leak(logits: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
 
 
 def window(logits: Callable[[dict[str, Tensor]], Tensor], packed: bool = False) -> Finding:
-    """Of a model of one layer with a window of WINDOW tokens."""
+    """For a model of one layer with a window of WINDOW tokens."""
     return changed(logits, batch_of(packed), 1 + WINDOW)
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Returns all gradients as one vector; zeros where there is none."""
+    """Returns all gradients as one vector, with zeros for missing ones."""
     found = [parameter.grad if parameter.grad is not None else 0 * parameter for parameter in model.parameters()]
     return torch.cat([gradient.detach().flatten() for gradient in found])
 
 
 def truth(batch: dict[str, Any], attention: str = "sdpa") -> tuple[Tensor, Tensor]:
-    """Returns the loss of one process that has the whole batch, and its gradients as one vector.
+    """Returns the loss and the gradients (one vector) that one process computes from the whole batch.
 
-    `attention` is not sdpa where a peer has replaced that for the whole process.
+    `attention` is not sdpa if another package has replaced sdpa for the whole process.
     """
     model = small_model()
     model.set_attn_implementation(attention)
@@ -137,7 +137,7 @@ def truth(batch: dict[str, Any], attention: str = "sdpa") -> tuple[Tensor, Tenso
 
 
 def scale(ours: Tensor, theirs: Tensor) -> Finding:
-    """Returns by how much a gradient is larger than the true one, as a factor, and what no factor explains."""
+    """Returns the factor by which a gradient exceeds the true one, and the remaining error."""
     factor = float(ours @ theirs / (theirs @ theirs))
     left = error(ours / factor, theirs)
     return Finding(max(abs(factor - 1), left) < CLOSE, f"x {factor:.2f}" + f", error {left:.0e}" * (left >= CLOSE))

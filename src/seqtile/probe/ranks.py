@@ -1,4 +1,4 @@
-"""The probes that two ranks run, over gloo: one sequence cut in two."""
+"""The probes that two ranks run over gloo, with one sequence cut in two."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +33,8 @@ REFUSED = "the tutorial of later versions says that it is refused"
 
 
 def one_label() -> dict[str, Tensor]:
-    """Returns a batch whose only label is the first token of the second shard: the last of the first predicts it."""
+    """Returns a batch whose only label is the first token of the second shard. The last token of the first predicts
+    it."""
     batch = batch_of()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     batch["labels"][:, LABEL] = batch["input_ids"][:, LABEL]
@@ -41,7 +42,7 @@ def one_label() -> dict[str, Tensor]:
 
 
 def of_label(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
-    """`loss(batch)` is that of both ranks, given the whole batch."""
+    """Compares `loss(batch)`, the loss of both ranks, with one process. `loss` gets the whole batch."""
     factor = float(loss(one_label()) / truth(one_label(), "eager")[0])
     return Finding(abs(factor - 1) < 1e-5, f"x {factor:.2f}")
 
@@ -89,7 +90,7 @@ def cut_before_the_shift() -> Finding:
 
 
 def cut_by_hand(batch: dict[str, Tensor]) -> Tensor:
-    """The loss of ranks that cut `labels` and leave it to the model's loss to shift them."""
+    """Returns the loss of ranks that cut `labels` and let the model's loss shift them."""
     model = small_model()
     rows = slice(dist.get_rank() * LABEL, (dist.get_rank() + 1) * LABEL)
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[:, rows]
@@ -102,7 +103,7 @@ def cut_by_hand(batch: dict[str, Tensor]) -> Tensor:
 
 
 def register() -> None:
-    """Its Ulysses, once in a process: it replaces sdpa for all models with these heads."""
+    """Registers DeepSpeed's Ulysses. Call it once per process: it replaces sdpa for all models with these heads."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -113,7 +114,7 @@ def register() -> None:
 
 
 def groups() -> Any:
-    """The module by which its loader and its engine know who shares a sequence."""
+    """Returns the module that tells DeepSpeed's loader and engine which ranks share a sequence."""
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as groups
 
     return groups
@@ -140,13 +141,14 @@ def deepspeed_logits(sliding_window: int | None = None) -> Callable[[dict[str, T
 
 
 def deepspeed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over all labels as its tutorial has it: each rank's mean, weighed by its labels."""
+    """Returns the mean over all labels as DeepSpeed's tutorial computes it: each rank's mean, weighted by its
+    labels."""
     from torch.distributed.nn.functional import all_gather
 
     shard = deepspeed_shard(batch)
     labels, group = shard["shift_labels"], groups().get_sequence_parallel_group()
     logits = model(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
-    inner = getattr(model, "module", model)  # the engine's
+    inner = getattr(model, "module", model)  # the model inside the engine
     mean = inner.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=inner.config.vocab_size)
     means, items = all_gather(mean, group=group), all_gather((labels != -100).sum(), group=group)
     return sum(each.nan_to_num() * count for each, count in zip(means, items, strict=True)) / sum(items)
@@ -172,7 +174,7 @@ def deepspeed_label() -> Finding:
 
 
 def deepspeed_cases() -> list[Case]:
-    """The Ulysses that Accelerate, Trainer and TRL use by `sp_size`."""
+    """The Ulysses that Accelerate, Trainer and TRL enable with `sp_size`."""
     system = "Ulysses, 2 ranks, sdpa"
     found = [
         Case("leak", system, "deepspeed", lambda: leak(deepspeed_logits()), REFUSED),

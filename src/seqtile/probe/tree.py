@@ -1,6 +1,6 @@
 """A process of a probe: python -m seqtile.probe.tree TREE FILE NAME..., under torchrun for two ranks.
 
-Appends a line of JSON for each case to FILE, on rank 0.
+Rank 0 appends one line of JSON per case to FILE.
 """
 
 import json
@@ -34,7 +34,7 @@ def main(tree: str, file: str, *names: str) -> None:
     if tree != "alone":
         dist.barrier()
         sys.stdout.flush()
-        os._exit(0)  # threads of gloo abort the interpreter's own exit now and then
+        os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
 
 
 if __name__ == "__main__":

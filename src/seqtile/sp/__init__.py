@@ -1,4 +1,4 @@
-"""Sequence parallelism: one long sequence over many GPUs (Ulysses), for any number of heads."""
+"""Sequence parallelism: shards one long sequence over many GPUs (Ulysses), for any number of heads."""
 
 from seqtile.sp.apply import apply_ulysses, restore
 from seqtile.sp.data import DataShardingCollator, ShardedDataLoader, count_items, shard

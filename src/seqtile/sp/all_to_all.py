@@ -4,13 +4,13 @@
     q [B, H, S, K], k and v [B, KV, S, K] --> q [B, h, rows, K], k and v [B, kv, S * size, K]    one all-to-all
     out [B, S, H, K]                      <-- out [B, rows, h, K]                                another
 
-A rank receives only the kv heads that its query heads read, and only the queries that it computes; so splits are as
-uneven as the ranks' heads. Gradients go the other way. Every element is copied once on each side of an all-to-all: by
-one copy a tensor if all ranks have equal numbers of heads, else by one for each tensor and rank.
+A rank receives only the queries that it computes and the kv heads that they read, so splits are as uneven as the ranks'
+heads. Gradients take the opposite way. Every element is copied once on each side of an all-to-all: with one copy per
+tensor if all ranks have equal numbers of heads, else with one per tensor and rank.
 
-Heads are dealt out in order, balanced to within one. With more ranks than heads, the ranks of a head share its queries:
-of 2 n pieces of the sequence, the i-th of n ranks takes the i-th and the i-th from the end, so that under a causal mask
-each has the same work. Two ranks to a head:
+Ranks get heads in order, balanced to within one. If there are more ranks than heads, the n ranks of a head share its
+queries. The sequence is cut into 2 n pieces; rank i takes the i-th piece from the start and the i-th from the end, so
+that under a causal mask all ranks have the same work. With two ranks per head:
 
     queries   0 . . . | . . . . | . . . . | . . . length
     rank      0         1         1         0
@@ -44,14 +44,14 @@ class RankHeads(NamedTuple):
     kv: slice
     """The kv heads that these query heads read."""
     kv_of_q: tuple[int, ...]
-    """For each of these query heads the index of its kv head among these."""
+    """For each of these query heads, the index of its kv head within `kv`."""
     rows: Rows
-    """The queries: all of them unless ranks share a head."""
+    """The queries: all of them, unless ranks share a head."""
 
     @property
     def groups(self) -> list[tuple[slice, slice]]:
-        """The query heads and kv heads to compute together, as indices among these: all if equally many query heads
-        read each kv head, as kernels expect; else those of one kv head at a time."""
+        """The query heads and kv heads to compute together, as indices within `q` and `kv`. One group if equally many
+        query heads read each kv head, as kernels expect; else one group per kv head."""
         read = list(Counter(self.kv_of_q).values())
         if len(set(read)) == 1:
             return [(slice(None), slice(None))]
@@ -60,7 +60,7 @@ class RankHeads(NamedTuple):
 
 
 def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
-    """Returns the part of `rank` of `size` in a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
+    """Returns the heads of `rank` out of `size` for a sequence of `length` tokens. `kv_heads` must divide `q_heads`."""
     heads, kv = heads_of_rank(rank, size, q_heads, kv_heads)
     sharers = [other for other in range(size) if other * q_heads // size == heads.start]
     part, parts = sharers.index(rank), len(sharers)
@@ -95,8 +95,8 @@ Piece = tuple[int, slice, slice]
 class AllToAll:
     """The all-to-alls of tensors [B, heads, tokens, K]: from shards of `local` tokens to each rank's heads, and back.
 
-    For each tensor `by_kv` says whether its heads are kv heads, of which a rank gets all tokens, or query heads, of
-    which it gets the queries that it computes.
+    `by_kv` says for each tensor whether its heads are kv heads, of which a rank gets all tokens, or query heads, of
+    which it gets only the queries that it computes.
     """
 
     def __init__(self, sp_group: SequenceParallel, q_heads: int, kv_heads: int, by_kv: Sequence[bool], local: int):
@@ -117,7 +117,7 @@ class AllToAll:
                     found.append((i, slice(at, at + last - first), slice(0, width(own)) if by_heads else own))
             return found
 
-        # Both by tokens and by heads: the pieces of each rank, and the tokens and heads of each tensor on this rank.
+        # The pieces of each rank, and the tokens and heads of each tensor on this rank; first by tokens, then by heads.
         by_tokens = [pieces(rank, heads, False) for heads in ranks]
         self._pieces = by_tokens, [pieces(holder, mine, True) for holder in range(size)]
         by_heads = [(length, width(mine.kv)) if is_kv else (count(mine.rows), width(mine.q)) for is_kv in by_kv]
@@ -127,12 +127,12 @@ class AllToAll:
         """The tensors of which several ranks send the same elements on the way back."""
 
     def start(self, tensors: Sequence[Tensor], *, to_heads: bool) -> PendingTensors:
-        """Starts an all-to-all. Returns a function, to be called once, that waits for the results, which are contiguous
-        as [B, tokens, heads, K]. Elements that several ranks send are added in float32. Not differentiable. A tensor of
-        a wider dtype is sent as several elements of the narrowest.
+        """Starts an all-to-all. Returns a function, to be called once, that waits for the results, contiguous as
+        [B, tokens, heads, K]. Elements that several ranks send are summed in float32. Not differentiable. A tensor of a
+        wider dtype is sent as several elements of the narrowest.
 
         Allocates the send buffer, then the receive buffer, then the results; never all three at once. Raises
-        ValueError, on every rank and before anything is sent, for dtypes that cannot be sent or cannot come back.
+        ValueError, on every rank and before anything is sent, for dtypes that cannot be sent in either direction.
         """
         dtypes = [x.dtype for x in tensors]
         wire = _wire_dtype(dtypes, self._summed)
@@ -165,7 +165,7 @@ class AllToAll:
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yields the pieces of tensors [B, tokens, heads, K], each with its tensor's index and its place in a buffer.
         If all ranks have equally many heads, a tensor's pieces are one view [ranks / n, n, B, tokens, heads, K], where
-        n ranks read the same kv heads; by tokens that dimension is 1."""
+        n ranks read the same kv heads; by tokens the second dimension is 1."""
         if not self._is_even:
             parts = [(i, tensors[i][:, tokens, heads]) for of in self._pieces[by_heads] for i, tokens, heads in of]
             places = buffer.split([part.numel() for _, part in parts])
@@ -182,9 +182,9 @@ class AllToAll:
             yield i, part, place.view(len(part), -1, *part.shape[2:])
 
     def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, ...]], by_heads: bool) -> list[Tensor]:
-        """Returns the tensors whose pieces a buffer holds."""
+        """Returns the tensors whose pieces are in a buffer."""
         summed, wide = [] if by_heads else self._summed, torch.promote_types(arrived.dtype, torch.float32)
-        added = [] if self._is_even else summed  # a rank at a time, so not in a narrow dtype
+        added = [] if self._is_even else summed  # added rank by rank, so not in a narrow dtype
         results = [
             arrived.new_zeros(shape, dtype=wide) if i in added else arrived.new_empty(shape)
             for i, shape in enumerate(shapes)
@@ -200,7 +200,8 @@ class AllToAll:
 
 
 def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.dtype:
-    """Returns the dtype in which all are sent. Raises ValueError if a sum, here or in the backward, needs another."""
+    """Returns the dtype in which all tensors are sent. Raises ValueError if a sum, now or in the backward, needs
+    another."""
     wire = min(dtypes, key=lambda dtype: dtype.itemsize)
     if any(dtypes[i] != wire for i in summed):
         found = ", ".join(map(str, dtypes))
@@ -212,12 +213,12 @@ def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.d
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bytes of a tensor as elements of a dtype that is not wider."""
+    """Returns a view of a tensor's bytes in a dtype that is not wider."""
     return x if x.dtype == dtype else (x if x.stride(-1) == 1 else x.contiguous()).view(dtype)
 
 
 class AllToAllFunction(torch.autograd.Function):
-    """An all-to-all that waits for its result; its gradients go the other way."""
+    """An all-to-all that waits for its result. Its backward is the opposite all-to-all."""
 
     @staticmethod
     def forward(ctx, all_to_all: AllToAll, to_heads: bool, *tensors: Tensor):
@@ -230,5 +231,5 @@ class AllToAllFunction(torch.autograd.Function):
 
 
 def exchanged(all_to_all: AllToAll, to_heads: bool, *tensors: Tensor) -> Sequence[Tensor]:
-    """Returns these tensors after an all-to-all, differentiably; unchanged in a single process."""
+    """Returns these tensors after an all-to-all, differentiably; in a single process, returns them unchanged."""
     return tensors if all_to_all.sp_group is ALONE else AllToAllFunction.apply(all_to_all, to_heads, *tensors)

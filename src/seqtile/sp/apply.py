@@ -1,7 +1,7 @@
-"""Sequence parallelism applied to one model, and the model put back.
+"""Applies sequence parallelism to a model, and removes it.
 
-`apply_ulysses` gives the model an attention by name, through Hugging Face's registry, recurrent layers the forward of
-recurrence.py, and hooks that tell them of the batch: sharding_hooks.py, or whole_batches.py.
+`apply_ulysses` registers an attention with Hugging Face and selects it in the model. It gives recurrent layers the
+forward of recurrence.py, and adds hooks that pass on the batch's layout: sharding_hooks.py, or whole_batches.py.
 
 Source: Arctic Long Sequence Training, 3.2.
 """
@@ -20,25 +20,25 @@ from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.whole_batches import WholeBatches, text_model_of
 
-_ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens in attention alone
-_RECURRENCES = {"linear_attention", "hybrid", "conv"}  # in a recurrence or a convolution, too
+_ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers that mix tokens only in attention
+_RECURRENCES = {"linear_attention", "hybrid", "conv"}  # also in a recurrence or a convolution
 
 
 def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str = "cut") -> None:
-    """Shards the sequences of this model, which may be in PEFT's wrapper, over the ranks of `ctx`. Applying twice
-    changes nothing.
+    """Shards this model's sequences over the ranks of `ctx`. The model may be in PEFT's wrapper. A second call changes
+    nothing.
 
-    With batches="whole" every rank of a group gets the same whole batch, as without `ctx`. The text model inside
+    With batches="whole" every rank of a group gets the same whole batch, as without `ctx`. The inner text model
     computes the rank's part of it, see whole_batches.py. Losses, log-probabilities and logits are those of the whole
     batch. Their gradients are right under a reducer that averages over all ranks.
 
-    With "cut" every forward takes shards: `input_ids` [B, S / size], `position_ids` and, of padded rows,
-    `attention_mask`, as `DataShardingCollator` cuts them. It raises ValueError on every rank if the ranks of a group
-    get different samples or whole sequences. The loss that it returns is this rank's part; its backward raises
-    RuntimeError unless the loss went through `reduce_loss`.
+    With "cut" every forward takes shards as `DataShardingCollator` cuts them: `input_ids` [B, S / size], `position_ids`
+    and, for padded rows, `attention_mask`. It raises ValueError on every rank if the ranks of a group get different
+    samples or whole sequences. The loss that it returns is this rank's part; its backward raises RuntimeError unless
+    `reduce_loss` was called on the loss.
 
-    Raises ValueError, and changes nothing, for a model that mixes tokens in anything but Hugging Face's attention
-    interface and the layers of recurrence.py; TypeError for anything but a Hugging Face model.
+    Raises ValueError, and changes nothing, for a model that mixes tokens outside of Hugging Face's attention interface
+    and the layers of recurrence.py; TypeError if it is no Hugging Face model.
     """
     if batches not in (kinds := {"cut": ShardingHooks, "whole": WholeBatches}):
         raise ValueError(f"batches is {batches!r}, expected one of {', '.join(map(repr, kinds))}")
@@ -61,17 +61,17 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
 
 
 def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
-    """Makes a model compute a prefix that rows of a batch share only once, such as the prompt of several completions.
-    Losses, logits and gradients stay the same. The model may be in PEFT's wrapper.
+    """Makes a model compute a prefix that several rows of a batch share only once, such as the prompt of several
+    completions. Losses, logits and gradients stay the same. The model may be in PEFT's wrapper.
 
-    Rows share a prefix of at least `min_tokens` tokens if these have the same ids or embeddings, at the same positions.
-    Every forward of more than one row looks for prefixes, with one wait for the device. A forward with a cache,
-    with a mask over two dimensions of tokens, or with holes in its mask runs row by row. Random numbers, such as
+    Rows share a prefix of at least `min_tokens` tokens if these tokens have the same ids or embeddings at the same
+    positions. Every forward of more than one row looks for prefixes, with one wait for the device. A forward with a
+    cache, with a mask over two dimensions of tokens, or with holes in its mask runs row by row. Random numbers, such as
     dropout's, are drawn once for shared tokens.
 
-    `seqtile.restore(model)` undoes it. Works with `apply_seqtile` and with `sp.apply_ulysses(batches="whole")`, in any
-    order. Raises ValueError, and changes nothing, for a model that `sp.apply_ulysses` refuses, or whose attention has
-    no mask function, and TypeError for anything but a Hugging Face model.
+    `seqtile.restore(model)` undoes it. It works with `apply_seqtile` and with `sp.apply_ulysses(batches="whole")`, in
+    any order. Raises ValueError, and changes nothing, for a model that `sp.apply_ulysses` refuses or whose attention
+    has no mask function; TypeError if it is no Hugging Face model.
     """
     if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 1:
         raise ValueError(f"min_tokens is {min_tokens!r}, expected a number of tokens, at least 1")
@@ -103,9 +103,8 @@ def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHoo
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Undoes `apply_ulysses` on the model that it was given, and leaves any other model as it is. What
-    `apply_seqtile` and `share_prefixes` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging
-    Face model."""
+    """Undoes `apply_ulysses` on the model that it was applied to, and leaves any other model unchanged. `apply_seqtile`
+    and `share_prefixes` stay in effect, see `seqtile.restore`. Raises TypeError if `model` is no Hugging Face model."""
     model = _without_adapter(model)
     applied = vars(model).get(SHARDED)
     if applied is None or applied.sp_group is ALONE:
@@ -117,8 +116,8 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:
-    """Returns the model in PEFT's wrapper. Raises ValueError for an adapter that adds tokens, TypeError for what is no
-    model of Hugging Face's."""
+    """Returns the model inside PEFT's wrapper. Raises ValueError for an adapter that adds tokens, TypeError if it is no
+    Hugging Face model."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("an adapter that puts tokens before a sequence would put them before every shard")
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -128,15 +127,15 @@ def _without_adapter(model: nn.Module) -> nn.Module:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Returns whether something besides attention mixes tokens."""
+    """Returns whether modules other than attention mix tokens."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     stateful = bool(kinds & _RECURRENCES) or getattr(model, "_is_stateful", False)
     return stateful or any(map(is_recurrence, model.modules()))
 
 
 def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside: bool) -> None:
-    """Raises ValueError for a model that cannot be sharded over ranks; `recurrent` are the modules in which the tokens
-    of one with recurrences meet. What says that its attention is causal may be masks that a model around it makes."""
+    """Raises ValueError for a model that cannot be sharded over ranks. `recurrent` are the modules that mix tokens in a
+    model with recurrences. `is_masked_outside`: the masks of an outer model decide whether attention is causal."""
     name, config, modules = type(model).__name__, model.config.get_text_config(), list(model.modules())
     known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
     if (implementation := model.config._attn_implementation) not in known:

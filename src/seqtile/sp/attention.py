@@ -1,8 +1,8 @@
-"""Attention over a sequence whose tokens are sharded over ranks: from tokens to heads, attention of whole sequences by
-the model's own attention, and back.
+"""Attention over a sequence whose tokens are sharded over ranks: an all-to-all from tokens to heads, the model's own
+attention over whole sequences, and an all-to-all back.
 
-With `layer=True` it is ops/decoder_layer/qkv.py that starts the first all-to-all, once a group of heads.
-Source: Arctic Long Sequence Training, 3.2.
+With `layer=True`, ops/decoder_layer/qkv.py starts the first all-to-all, once per group of heads. Source: Arctic Long
+Sequence Training, 3.2.
 """
 
 import sys
@@ -23,13 +23,13 @@ from seqtile.sp.groups import ALONE, device_of
 from seqtile.sp.layout import LAYOUT, Layout, layout_in
 
 NAME = "seqtile_ulysses"
-# Tensors that come along and change no score; any other is refused.
+# Tensor arguments that change no score; any other tensor is refused.
 _HARMLESS = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
 
 
 @dataclass(frozen=True)
 class UlyssesAttention(SequenceParallelAttention):
-    """One call of a layer's attention over ranks, in steps; for shapes see the protocol."""
+    """One call of a layer's attention over ranks, in steps. The protocol gives the shapes."""
 
     module: nn.Module
     layout: Layout
@@ -76,8 +76,8 @@ class UlyssesAttention(SequenceParallelAttention):
         return exchanged(of_queries, False, out.transpose(1, 2))[0].transpose(1, 2)
 
     def agree_on_max(self, size: int) -> int:
-        """One collective and one wait for the device a forward, and for each window that layers have: what is asked
-        later has the same answer."""
+        """Returns the maximum of `size` over all ranks. Costs one collective and one wait for the device per forward
+        and window; later calls reuse the answer."""
         sp_group = self.layout.sp_group
 
         def largest() -> int:
@@ -101,8 +101,8 @@ def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 class UlyssesFunction(SequenceParallelFunction):
     """The attention that is registered with Hugging Face.
 
-    `otherwise` is the name of the attention that computes calls without a layout: in a model that shares prefixes, a
-    checkpoint's recomputation for a batch without any. Without `otherwise` such a call is an error.
+    `otherwise` names the attention for calls without a layout: in a model that shares prefixes, a checkpoint may
+    recompute a batch without shared prefixes. Without `otherwise` such a call is an error.
     """
 
     def __init__(self, otherwise: str | None = None):
@@ -111,12 +111,12 @@ class UlyssesFunction(SequenceParallelFunction):
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Computes q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
+        """Computes [B, S, H, K] from q [B, H, S, K], k and v [B, KV, S, K], with two all-to-alls.
 
-        Keys and values may be compressed, see `CompressedKeys`: then they are [B, 1, S, ...].
+        Keys and values may be compressed (`CompressedKeys`); they are then [B, 1, S, ...].
 
-        Allocates on this rank q, k, v and the output of its heads, and a buffer to send each of the two from. Raises
-        ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
+        Allocates q, k, v and the output of this rank's heads, and a send buffer for each all-to-all. Raises ValueError
+        for anything except causal attention within documents, on every rank and before any rank waits.
         """
         if self.otherwise is not None and LAYOUT not in options:
             function, config = attention_of(module, self.otherwise), Overridden(module.config)
@@ -140,7 +140,7 @@ class UlyssesFunction(SequenceParallelFunction):
     def _steps(
         self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
     ) -> UlyssesAttention:
-        """Returns the steps of a call of attention by Hugging Face's code. Raises ValueError unless it is causal
+        """Returns the steps of an attention call by Hugging Face's code. Raises ValueError unless it is causal
         attention within documents."""
         layout, window, causal = layout_in(options, module), options.get("sliding_window"), options.get("is_causal")
         wrong = []
@@ -165,14 +165,14 @@ ulysses_attention = UlyssesFunction()
 
 
 def attention_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Returns the attention that a module of Hugging Face's asks for by a name."""
-    if name == "eager":  # is in no registry
+    """Returns the attention function that a Hugging Face module would use under this name."""
+    if name == "eager":  # is not registered
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _window_of(module: nn.Module) -> int | None:
-    """Returns the window that this layer's masks would have."""
+    """Returns the window of this layer's masks, None without a window."""
     types, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     slides = types is None or layer is None or types[layer] == "sliding_attention"
     return getattr(module.config, "sliding_window", None) if slides else None

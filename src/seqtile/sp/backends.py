@@ -1,9 +1,9 @@
 """Calls the attention functions that Hugging Face registers, each with its kind of mask, for some queries of a
 sequence.
 
-The kinds are boolean and additive masks (sdpa, eager), cumulative lengths of documents (flash attention), and a
-BlockMask (flex attention). An attention without a mask function computes causal squares only. With each kind a query
-sees its own document up to itself, no further back than the window, and no padding.
+The kinds are boolean and additive masks (sdpa, eager), cumulative document lengths (flash attention), and a BlockMask
+(flex attention). An attention without a mask function computes only causal squares. With every kind, a query sees its
+own document up to itself, no further back than the window, and no padding.
 
 All kinds are made from segments, see segments.py. No mask of length x length is ever made.
 """
@@ -27,8 +27,8 @@ from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
 from seqtile.sp.segments import Block, blocks, family, segments
 
-SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a part of every softmax
-SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
+SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax
+SIDE = 128  # tokens per side of a BlockMask's blocks, torch's default
 
 
 class LocalAttention(NamedTuple):
@@ -43,16 +43,16 @@ class LocalAttention(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The most keys that a query sees, its own included."""
+        """The maximum number of keys that a query sees, including its own."""
         return self.layout.length if self.window is None else self.window
 
     @property
     def spans(self) -> tuple[Rows, ...]:
-        """The spans whose tokens see each other both ways in this layer, see `Layout`."""
+        """The spans whose tokens see each other in both directions in this layer, see `Layout`."""
         return self.layout.spans[self.window is not None]
 
     def of_heads(self, heads: slice) -> "LocalAttention":
-        """Returns this attention with the sinks of some heads only."""
+        """Returns this attention with only the sinks of these heads."""
         if SINKS not in self.options:
             return self
         return self._replace(options=self.options | {SINKS: self.options[SINKS][heads]})
@@ -63,7 +63,7 @@ class LocalAttention(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """True if it draws random numbers."""
+        """True if the attention draws random numbers."""
         return bool(self.options.get("dropout"))
 
     def with_sinks(self, sinks: Tensor | None) -> "LocalAttention":
@@ -81,13 +81,13 @@ class LocalAttention(NamedTuple):
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """The eager attention, which no registry has: the model's own if it has sinks, else Gemma 2's."""
+        """The eager attention, which is not registered: the model's own if it has sinks, else Gemma 2's."""
         modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
         return modeling.eager_attention_forward
 
 
 class Overridden:
-    """An object with some of its attributes replaced."""
+    """An object with some attributes replaced."""
 
     def __init__(self, original: object, **attributes: object):
         vars(self).update(attributes, _original=original)
@@ -97,35 +97,36 @@ class Overridden:
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes attention of this rank's queries q [B, h, rows, K] to k and v [B, kv, length, K]: [B, rows, h, K].
+    """Computes attention from this rank's queries q [B, h, rows, K] to k and v [B, kv, length, K]: [B, rows, h, K].
 
     Outputs of padding are zeros.
     """
     compute = _form_of(attention.layout.implementation) or by_masks
     groups = attention.heads.groups
     out = joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
-    if q.requires_grad and not out.requires_grad:  # only padding here; the collectives of the backward must still run
+    if q.requires_grad and not out.requires_grad:  # only padding, but the collectives of the backward must still run
         out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
     return out
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Returns the concatenated parts; a single one is not copied."""
+    """Returns the concatenated parts; does not copy a single part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def in_parts(tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[Sequence[Tensor]]:
-    """Splits each tensor into parts; a single part is not split, which would copy its gradient."""
+    """Splits each tensor into parts. Does not split a single part, because that would copy its gradient."""
     return [tensors] if len(sizes) == 1 else list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
 
 
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
-    """Returns zeros [B, n, h, K], the outputs of padding's queries q [B, h, n, K]."""
+    """Returns zeros [B, n, h, K], the outputs for queries q [B, h, n, K] of padding."""
     return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
 
 
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
-    """Computes attention block by block, with boolean or additive masks; rows with the same documents together."""
+    """Computes attention block by block with boolean or additive masks. Computes rows with the same documents
+    together."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
 
@@ -164,13 +165,13 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
 
 
 def is_causal_from_the_end(q: Tensor, block: Block, reach: int) -> bool:
-    """Returns whether sdpa has a kernel for this causal block without a mask: on a GPU."""
+    """Returns whether sdpa has a kernel for this causal block without a mask: only on a GPU."""
     return q.is_cuda and block.is_causal(reach)
 
 
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
     """Yields each segment of each row of the batch, except padding: the row, the index of the segment's first query
-    among this rank's, and the segment."""
+    among this rank's queries, and the segment."""
     found = segments(attention.layout, attention.heads.rows, attention.reach, attention.spans)
     for row in range(batch):
         at = 0
@@ -181,8 +182,8 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Calls flash attention once for all segments of all rows, as packed sequences with cumulative lengths, each causal
-    from its end."""
+    """Calls flash attention once for all segments of all rows, as packed sequences with cumulative lengths. Each is
+    causal, aligned at its end."""
     batch, heads, rows, _ = q.shape
     flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
     if attention.layout.parents:
@@ -198,8 +199,8 @@ def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 
 def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the indices of the flattened queries, and of the keys, that the call gets, None for all in order; and the
-    arguments that tell Hugging Face's flash attention where sequences begin."""
+    """Returns the indices of the flattened queries and of the keys for the call (None for all in order), and the
+    arguments that tell Hugging Face's flash attention where sequences start."""
     rows, length = count(attention.heads.rows), attention.layout.length
     queries, keys = [torch.arange(0)], [torch.arange(0)]
     for row, at, segment in _visible(attention, batch):
@@ -212,7 +213,7 @@ def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tup
 
 
 def _told(queries: list[int], keys: list[int], device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of Hugging Face's flash attention for sequences of these numbers of queries and keys."""
+    """Returns the arguments of Hugging Face's flash attention for sequences with these numbers of queries and keys."""
     found: dict[str, Any] = {}
     for name, sizes in (("q", queries), ("k", keys)):
         lengths = torch.tensor([0, *sizes])
@@ -222,8 +223,8 @@ def _told(queries: list[int], keys: list[int], device: torch.device) -> dict[str
 
 
 def _in_several_calls(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Calls flash attention for the segments of one row whose documents share keys, as often as it takes for no call to
-    get more keys than the row has. The queries of the calls are consecutive, and only padding follows them."""
+    """Calls flash attention for the segments of one row whose documents share keys, in as many calls as needed so that
+    no call gets more keys than the row has. The calls' queries are consecutive, and only padding follows them."""
     key = ("several lengths", attention.reach, attention.heads.rows)
     calls = attention.layout.once(key, lambda: list(_calls(attention, q.device)))
     sizes = [queries for queries, _, _ in calls]
@@ -240,7 +241,7 @@ def _in_several_calls(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor
 
 
 def _calls(attention: LocalAttention, device: torch.device) -> Iterator[tuple[int, Rows, dict[str, Any]]]:
-    """Yields for each call its number of queries, its keys, and the arguments that describe its segments."""
+    """Yields each call's number of queries, its keys, and the arguments that describe its segments."""
     waiting: list[Block] = []
 
     def call() -> tuple[int, Rows, dict[str, Any]]:
@@ -264,14 +265,14 @@ def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> BlockMask:
-    """Returns the BlockMask of this rank's queries; no tensor is larger than queries x keys / 128^2.
+    """Returns the BlockMask of this rank's queries. No tensor is larger than queries x keys / 128^2.
 
-    A query sees a key that is not after it and is less than the window away, if the query is in the key's document or
-    in one that continues it. These documents are consecutive, so each key is visible up to one end.
+    A query sees a key at or before its position and within the window if the key's document is the query's own or an
+    ancestor of it. The documents that may see a key are consecutive, so each key is visible up to one end.
     """
     queries, layout, reach = count(attention.heads.rows), attention.layout, attention.reach
     keys = -(-layout.length // SIDE) * SIDE
-    last = torch.full((batch, -(-queries // SIDE) * SIDE), -1)  # the last key that a query sees; -1: none
+    last = torch.full((batch, -(-queries // SIDE) * SIDE), -1)  # the last key that a query sees; -1 for none
     for row, at, (q0, q1, seen, two_ways) in _visible(attention, batch):
         last[row, at : at + q1 - q0] = seen[-1][1] - 1 if two_ways else torch.arange(q0, q1)
     place = F.pad(torch.cat([torch.arange(*piece) for piece in attention.heads.rows]), (0, last.shape[1] - queries))
@@ -302,7 +303,8 @@ def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> B
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each row of [B, queries / 128, keys / 128] how many are chosen, and all indices, the chosen first."""
+    """For each row of [B, queries / 128, keys / 128], returns how many are chosen, and all indices, the chosen
+    first."""
     order = chosen.to(torch.int32).argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -320,12 +322,12 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
 
 
 def has_masks(implementation: str) -> bool:
-    """Returns whether an attention can compute more than causal squares."""
+    """Returns whether an attention supports masks; otherwise it computes only causal squares."""
     return _form_of(implementation) is not None
 
 
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
-    """Raises ValueError, the same on every rank, for what the wrapped attention cannot compute."""
+    """Raises ValueError, the same on every rank, if the wrapped attention cannot compute this layout."""
     name, window = attention.layout.implementation, attention.window
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
     for option, what in (("softcap", "soft cap of scores"), (SINKS, "sinks")):

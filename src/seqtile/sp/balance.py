@@ -1,8 +1,8 @@
 """The loss that balances a mixture's experts, over ranks that share sequences.
 
-Hugging Face computes it from the router logits of all layers: with f the share of tokens that an expert is chosen for
-and p its mean probability, experts * sum(f p) (Switch Transformer, arXiv:2101.03961, 2.2). Both are means over tokens,
-so ranks exchange only sums over their tokens, [experts] each, and no logits.
+Hugging Face computes it from the router logits of all layers: experts * sum(f p), where f is the fraction of tokens
+sent to an expert and p the expert's mean probability (Switch Transformer, arXiv:2101.03961, 2.2). Both are means over
+tokens, so ranks exchange only sums over their tokens, [experts] each, and no logits.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqtile.sp.groups import SequenceParallel
 
-_NAMES = {"load_balancing_loss_func", "router_aux_loss_coef"}  # in a forward that adds it
+_NAMES = {"load_balancing_loss_func", "router_aux_loss_coef"}  # a forward that adds the loss uses these names
 
 
 class Balance(NamedTuple):
@@ -25,7 +25,7 @@ class Balance(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "Balance | None":
-        """Returns these for a model whose class adds the loss as Hugging Face's do; None for any other."""
+        """Returns the model's balancing loss if its class adds it as Hugging Face's models do, else None."""
         forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
         codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
         if not any(set(code.co_names) >= _NAMES for code in codes):
@@ -36,11 +36,11 @@ class Balance(NamedTuple):
         return None if factor is None or top_k is None else cls(factor, top_k)
 
     def over_ranks(self, output: Any, counted: Tensor, sp_group: SequenceParallel) -> None:
-        """Replaces this rank's balancing loss in a model's output by that of all ranks' tokens: the whole in
-        `aux_loss`, this rank's part in `loss`. `counted` [B S] is False for padding. One all-reduce."""
+        """Replaces this rank's balancing loss in a model's output by the loss over all ranks' tokens: `aux_loss` gets
+        the whole, `loss` this rank's part. `counted` [B S] is False for padding. One all-reduce."""
         own, whole = output["aux_loss"], self._whole(output["router_logits"], counted, sp_group)
         if output.get("loss") is not None:
-            # In value 1 / size of it; the gradient is that of this rank's tokens.
+            # The value is 1 / size of the whole; the gradient is that of this rank's tokens.
             part = whole - whole.detach() * (1 - 1 / sp_group.size)
             output["loss"] = output["loss"] + self.factor * (part - own)
         output["aux_loss"] = whole.detach()
@@ -57,5 +57,5 @@ class Balance(NamedTuple):
         tokens = weight.sum() * len(router_logits)
         sums = torch.cat([chosen, probability.detach(), tokens[None]])
         dist.all_reduce(sums, group=sp_group.group)
-        of_all = sums[experts:-1] - probability.detach() + probability  # whose gradient is of this rank's tokens alone
+        of_all = sums[experts:-1] - probability.detach() + probability  # the gradient is that of this rank's tokens
         return experts * (sums[:experts] / sums[-1] * (of_all / sums[-1])).sum()

@@ -1,14 +1,14 @@
 """A rank's shards of batches: cut from a batch that all ranks of the group have, or sent by ranks that draw different
-ones.
+batches.
 
-`shard` and `DataShardingCollator`: every rank of the group is given the same samples (sample by
-`ctx.data_parallel_rank` and `ctx.data_parallel_size`), makes the same batch of them, and keeps its own part of the
-sequence. Labels are shifted before the cut, since the label of a shard's last token lies in the next.
+`shard` and `DataShardingCollator`: all ranks of the group get the same samples (sample by `ctx.data_parallel_rank` and
+`ctx.data_parallel_size`), make the same batch, and keep their own part of the sequence. Labels are shifted before the
+cut, because the label of a shard's last token is in the next shard.
 
-`ShardedDataLoader`: ranks draw different samples, as data parallelism has it. In a round every rank of the group draws
-a batch of its own, cuts it, and sends each other rank its shard: one all-to-all of sizes and one of bytes, and no rank
-ever holds another's whole batch. The group then trains on the batches of a round one after the other.
-Source: Arctic Long Sequence Training, 4.2 and 4.3.
+`ShardedDataLoader`: ranks draw different samples, as in data parallelism. In a round every rank of the group draws one
+batch, cuts it, and sends each other rank its shard: one all-to-all of sizes and one of bytes. No rank ever holds
+another rank's whole batch. The group then trains on the round's batches one after the other. Source: Arctic Long
+Sequence Training, 4.2 and 4.3.
 """
 
 import io
@@ -25,16 +25,16 @@ from seqtile.sp.groups import SequenceParallel, device_of, gather
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, hash_of
 
 IGNORED = -100
-_NOTHING, _FAILED = 0, -1  # in place of a shard's size: the rank's loader is at its end; its batch could not be cut
-_NO_LENGTH = -1  # in place of a loader's length
+_NOTHING, _FAILED = 0, -1  # replace a shard's size: the rank's loader is at its end; its batch could not be cut
+_NO_LENGTH = -1  # replaces a loader's length
 
 
 class DataShardingCollator:
     """Wraps a Hugging Face collator, and keeps this rank's part of every sequence of its batch.
 
-    It pads sequences to a multiple of the group's size, and adds to the batch: `shift_labels`; global `position_ids` if
-    there are none; `num_items_in_batch`, the group's labelled tokens, so that a model's loss is exactly this rank's
-    part of the group's; `batch_hash`, by which the model notices ranks that hold shards of different batches;
+    It pads sequences to a multiple of the group's size. It adds to the batch: `shift_labels`; global `position_ids` if
+    there are none; `num_items_in_batch`, the group's number of labelled tokens, with which a model's loss is exactly
+    this rank's part of the group's loss; `batch_hash`, with which the model detects shards of different batches;
     `whole_length` if sequences were padded. `labels` stay. Values without a sequence dimension are kept whole.
     """
 
@@ -47,13 +47,13 @@ class DataShardingCollator:
 
 
 def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
-    """Returns this rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens,
-    and for one that is a shard already."""
+    """Returns this rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for a batch without
+    tokens and for a batch that is a shard already."""
     return parts_of(batch, [ctx.rank], ctx.size)[0]
 
 
 def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tensor:
-    """Returns the labelled tokens of an accumulation window, an average over the data-parallel groups: the
+    """Returns the labelled tokens of an accumulation window, averaged over the data-parallel groups: the
     `num_items_in_batch` for losses that are summed over the window and averaged over the groups.
 
     `batches` are this rank's shards, with `shift_labels`. One all-reduce.
@@ -67,8 +67,8 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
 def parts_of(
     batch: dict[str, Any], ranks: Sequence[int], size: int, batch_hash: Tensor | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the shards of a whole batch for these ranks of `size`, with what a shard needs besides. `batch_hash`: the
-    batch's hash, if it is known already."""
+    """Returns the shards of a whole batch for these ranks of `size`, with all the extra values that a shard needs.
+    `batch_hash`: the batch's hash, if already known."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     if BATCH_HASH in batch:
@@ -98,11 +98,11 @@ def parts_of(
             return batch | {name: _padded(name, view, padding) for name, view in views.items()}
         return batch | {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
-    return [part(rank) for rank in ranks]  # of its own each, not views of the whole
+    return [part(rank) for rank in ranks]  # copies, not views of the whole
 
 
 def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
-    """Returns a value's dimension of the sequence; None if it has none."""
+    """Returns a value's sequence dimension; None if it has none."""
     if not isinstance(value, Tensor) or value.ndim < 2:
         return None
     if name == "position_ids":
@@ -112,7 +112,7 @@ def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
 
 def _padded(name: str, value: Tensor, padding: range) -> Tensor:
     """Returns `value` [..., tokens, ...] with the padding tokens `padding` (their indices in the batch's padding)
-    appended. In `position_ids` they are a document of their own, so no other token attends to them."""
+    appended. In `position_ids` they form their own document, so no other token attends to them."""
     if name == "position_ids":
         tail = torch.arange(padding.start, padding.stop, device=value.device, dtype=value.dtype)
         return torch.cat([value, tail.expand(*value.shape[:-1], -1)], -1)
@@ -126,14 +126,14 @@ class ShardedDataLoader:
     Args:
         dataloader: yields batches (dicts), different ones on different ranks; ranks may have different numbers of them.
         ctx: the group.
-        device: where its shards are put; by default where the group's collectives run.
+        device: the device of the shards; by default the device that the group's collectives use.
 
-    An epoch has as many steps as the group's loaders have batches together. All data-parallel groups must have the same
+    An epoch has as many steps as the group's loaders together have batches. All data-parallel groups must have the same
     number; a DistributedSampler with drop_last ensures this if the number of groups divides the batches. `state_dict`
     holds the progress. A run that loads it continues with the next step, if the loader's order depends only on torch's
-    random state at the start of the epoch, on its generator's, or on its sampler's epoch.
+    random state at the start of the epoch, on its generator's state, or on its sampler's epoch.
 
-    Raises ValueError on every rank, without a deadlock, if one of them fails to load a batch or to cut it.
+    Raises ValueError on every rank, without a deadlock, if a rank fails to load or to cut a batch.
     """
 
     def __init__(
@@ -141,18 +141,18 @@ class ShardedDataLoader:
     ):
         self.dataloader, self.sp_group, self.device = dataloader, ctx, device or device_of(ctx)
         self.epoch = self.steps = 0
-        """The current or next epoch, and how many of its steps are done."""
+        """The current or next epoch, and the number of its finished steps."""
         self._generator: torch.Generator | None = getattr(dataloader, "generator", None)
         self._start: dict[str, Any] | None = None
         self._resume = False
         try:
             length, self._no_length = len(dataloader), None
-        except Exception as error:  # raised where the length is asked for; the other ranks would wait for this one
+        except Exception as error:  # raised when the length is read; the other ranks would wait for this one
             length, self._no_length = _NO_LENGTH, error
         self._lengths = torch.stack(gather(torch.tensor(length, device=device_of(ctx)), ctx)).tolist()
 
     def __len__(self) -> int:
-        """Returns the steps of an epoch, by the lengths of the dataloaders when this was made."""
+        """Returns the steps per epoch, from the dataloaders' lengths when this object was created."""
         if _NO_LENGTH in self._lengths:
             rank = self._lengths.index(_NO_LENGTH)
             raise TypeError(
@@ -162,7 +162,7 @@ class ShardedDataLoader:
         return sum(self._lengths)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the next epoch. It starts from its first step, unless a state of it was loaded."""
+        """Sets the next epoch. It starts from its first step, unless a state of this epoch was loaded."""
         if epoch != self.epoch:
             self.epoch, self.steps, self._resume = epoch, 0, False
         sampler = getattr(self.dataloader, "batch_sampler", None)
@@ -230,8 +230,7 @@ def rounds(
 
 
 def _parcels(batches: Iterator[dict[str, Any]], size: int) -> tuple[list[Tensor], Exception | None]:
-    """Returns for each rank of the group its shard of the next batch, as bytes, empty at the end; or no shards and the
-    error."""
+    """Returns each rank's shard of the next batch as bytes, empty at the end; or no shards and the error."""
     try:
         if (batch := next(batches, None)) is None:
             return [torch.empty(_NOTHING, dtype=torch.uint8)] * size, None
@@ -240,5 +239,5 @@ def _parcels(batches: Iterator[dict[str, Any]], size: int) -> tuple[list[Tensor]
             torch.save(shard, parcel := io.BytesIO())
             parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
         return parcels, None
-    except Exception as error:  # raised on every rank, once all know of it
+    except Exception as error:  # raised on every rank, after all have been told
         return [], error

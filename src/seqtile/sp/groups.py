@@ -10,25 +10,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A group of ranks that hold the shards of the same sequences, as seen by one of them."""
+    """One rank's view of a group of ranks that hold the shards of the same sequences."""
 
     group: dist.ProcessGroup | None
     """The process group of its ranks; None in `ALONE`."""
     rank: int
-    """This rank's place in the group; it holds the tokens [rank * S, (rank + 1) * S) of a sequence, S to a rank."""
+    """This rank's index in the group. It holds the tokens [rank * S, (rank + 1) * S) of a sequence, S per rank."""
     size: int
     """The number of ranks in the group."""
     data_parallel_rank: int
-    """The group's place among the groups, which a sampler calls the rank."""
+    """The group's index among the groups; the rank for a sampler."""
     data_parallel_size: int
-    """The number of groups, which a sampler calls the number of replicas."""
+    """The number of groups; the number of replicas for a sampler."""
 
     def __deepcopy__(self, memo: dict) -> "SequenceParallel":
         return self  # a copy of a model is sharded over the same ranks
 
 
 ALONE = SequenceParallel(None, 0, 1, 0, 1)
-"""A process by itself, without torch.distributed."""
+"""A single process without torch.distributed."""
 
 
 def initialize(
@@ -37,15 +37,16 @@ def initialize(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
 ) -> SequenceParallel:
-    """Makes or takes the groups for sequence parallelism over an initialised torch.distributed. Every rank calls it.
+    """Creates or wraps the groups for sequence parallelism. torch.distributed must be initialised, and every rank must
+    call this. Give exactly one argument.
 
     Args:
-        sequence_parallel_size: makes groups of this many neighbouring ranks each.
-        group: or the group of this rank, made by someone else.
-        mesh: or a one-dimensional DeviceMesh, such as `mesh["sp"]`, whose group it is.
+        sequence_parallel_size: creates groups of this many neighbouring ranks each.
+        group: an existing group that contains this rank.
+        mesh: a one-dimensional DeviceMesh, such as `mesh["sp"]`, whose group is used.
 
-    Runs two collectives. Raises ValueError if torch.distributed is not initialised, if not exactly one
-    of the three is given, or if the size does not divide the number of ranks.
+    Runs two collectives. Raises ValueError if torch.distributed is not initialised, if not exactly one of the three is
+    given, or if the size does not divide the number of ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
@@ -68,7 +69,7 @@ def initialize(
 
 
 def gather(tensor: Tensor, sp_group: SequenceParallel) -> list[Tensor]:
-    """Returns `tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
+    """Returns each rank's `tensor`, which must have the same shape on all ranks of the group. Without gradients."""
     if sp_group is ALONE:
         return [tensor.detach()]
     found = [torch.empty_like(tensor) for _ in range(sp_group.size)]

@@ -1,11 +1,12 @@
-"""Images of whole batches, dealt over ranks: each rank of a group encodes some of them, and all gather the features.
+"""Distributes the images of whole batches over ranks: each rank of a group encodes some of them, and all ranks gather
+the features.
 
     arguments of all images ── those of this rank's ── vision tower ── its features ── all-gather ── features of all
 
-Two kinds of arguments are known: images of one size [N, ...], and the patches [P, K] of images (or videos) of any sizes
-with a grid [N, 3], whose row products count each image's patches. Nothing else is taken for granted: every rank encodes
-the first batch whole, then its own images alone, then its own among changed ones. If the features differ, or if there
-are fewer images than ranks, every rank encodes all images.
+Two kinds of arguments are supported: images of one size [N, ...], and the patches [P, K] of images (or videos) of any
+sizes with a grid [N, 3], whose row products count each image's patches. Everything else is tested: every rank encodes
+the first batch whole, then its own images alone, then its own images among changed ones. If the features differ, or if
+there are fewer images than ranks, every rank encodes all images.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from seqtile.sp.owners import Owners, gathered, with_whole_gradient
 from seqtile.sp.token_shard import shared
 
 _FUNCTIONS = ("get_image_features", "get_video_features")
-_SELDOM_READ = ("last_hidden_state", "hidden_states")  # of what these return: gathered where they are read, alone
+_SELDOM_READ = ("last_hidden_state", "hidden_states")  # fields that are rarely read: gathered only when they are
 
 
 class Batches(Protocol):
@@ -37,7 +38,7 @@ class Batches(Protocol):
 
 
 class Images:
-    """The images in a function's arguments, and the rank that encodes each."""
+    """The images in a function's arguments, and the rank that encodes each of them."""
 
     def __init__(self, arguments: tuple[tuple, dict], sizes: list[int], sp_group: SequenceParallel):
         self.arguments, self.sizes, self.sp_group = arguments, sizes, sp_group
@@ -51,7 +52,8 @@ class Images:
 
     @classmethod
     def of(cls, arguments: tuple[tuple, dict], sp_group: SequenceParallel) -> "Images | None":
-        """Returns the images in a function's arguments; None if these are of an unknown kind, or fewer than ranks."""
+        """Returns the images in a function's arguments; None if their kind is unknown, or if there are fewer than
+        ranks."""
         tensors = [each for each in tree_flatten(arguments)[0] if isinstance(each, Tensor) and each.dim()]
         pixels = [each for each in tensors if each.is_floating_point() and not each.requires_grad]
         grids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2 and each.shape[1] == 3]
@@ -63,7 +65,7 @@ class Images:
         return cls(arguments, sizes, sp_group)
 
     def owners(self, share: Fraction) -> Owners:
-        """Returns the owners of features that have `share` rows for each row of an image."""
+        """Returns the owners of features that have `share` rows per row of an image."""
         return Owners(self.of_images.ranks.repeat_interleave(torch.tensor(self.counts(share))), self.sp_group)
 
     def counts(self, share: Fraction) -> list[int]:
@@ -80,7 +82,7 @@ class Images:
         return tree_map_only(Tensor, part, self.arguments)
 
     def with_others_changed(self) -> tuple[tuple, dict]:
-        """Returns arguments with the images of this rank, and with changed values of all others."""
+        """Returns arguments with this rank's images and changed values of all others."""
         mine = self.owners(Fraction(1)).ranks == self.sp_group.rank
 
         def changed(values: Tensor) -> Tensor:
@@ -92,19 +94,19 @@ class Images:
 
 
 class Features(NamedTuple):
-    """The structure of one of the values that a function returns for images."""
+    """The structure of one value that a function returns for images."""
 
     spec: TreeSpec
-    """The tree of the value. Its leaves are tensors [n, ...] of all images, or lists with a tensor for each image."""
+    """The pytree of the value. Its leaves are tensors [n, ...] of all images, or lists with one tensor per image."""
     shares: list[Fraction]
-    """For each leaf its rows per row of an image in the pixels' argument; 0 for None."""
+    """For each leaf, its rows per row of an image in the pixels' argument; 0 for None."""
 
     def leaves(self, value: Any) -> list[Tensor | list[Tensor]]:
         return self.spec.flatten_up_to(value)
 
 
 class DealtImages:
-    """Replaces the functions of a model that encode images. In a forward that is cut over ranks it deals the images."""
+    """Replaces a model's functions that encode images. In a forward that is cut over ranks, distributes the images."""
 
     def __init__(self, model: nn.Module, batches: Batches):
         self.model, self.batches = model, batches
@@ -144,18 +146,18 @@ class DealtImages:
 
 
 def _kind(module: nn.Module, name: str, images: Images) -> str:
-    """Returns the kind of a call: calls of one kind share the result of the proof."""
+    """Returns the kind of a call. Calls of one kind share the result of the test."""
     leaves, spec = tree_flatten(images.arguments)
     about = [(each.shape[1:], each.dtype) if isinstance(each, Tensor) else _setting(each) for each in leaves]
     return repr((type(module), name, module.training, spec, about))
 
 
 def _setting(value: Any) -> Any:
-    return value if isinstance(value, bool | str) else type(value)  # a number may be the batch's
+    return value if isinstance(value, bool | str) else type(value)  # numbers may depend on the batch
 
 
 def _is_list(value: Any, count: int) -> bool:
-    """Returns whether a value is a list with the features [n, ...] of each of `count` images."""
+    """Returns whether a value is a list with the features [n, ...] of `count` images."""
     are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) and each.dim() for each in value)
     return are_tensors and len(value) == count and len({each.shape[1:] for each in value}) == 1
 
@@ -176,7 +178,7 @@ def _features(output: Any, sizes: list[int]) -> dict[str, Features] | None:
 
 
 def _share(leaf: Any, sizes: list[int]) -> Fraction | None:
-    """Returns a leaf's rows per row of an image, 0 for None; None if that is not the same for every image."""
+    """Returns a leaf's rows per row of an image (0 for None), or None if that differs between images."""
     if leaf is None:
         return Fraction(0)
     if not isinstance(leaf, Tensor) and not _is_list(leaf, len(sizes)):
@@ -195,9 +197,9 @@ def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
 def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, dict[str, Features] | None]:
     """Returns a function's output for all images, and its features if images are independent on every rank, else None.
 
-    A rank's images are independent if their features stay the same to the last bit when all others change, and up to
-    rounding when they are encoded alone. A function that draws random numbers or changes buffers, such as the
-    statistics of a batch, is not tested. One small all-reduce.
+    A rank's images are independent if their features stay bitwise equal when all other images change, and equal up to
+    rounding when they are encoded alone. A function that draws random numbers or changes buffers, such as batch
+    statistics, is not tested and counts as dependent. One small all-reduce.
     """
     (args, kwargs), device = images.arguments, next(module.parameters()).device
     generators, buffers = default_generators(device), [WatchedTensor(*each) for each in module.named_buffers()]
@@ -207,7 +209,7 @@ def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, d
         return found, None
     try:
         is_same = _is_independent(encode, images, found, known)
-    except Exception:  # it may not be able to encode some of the images alone
+    except Exception:  # some images may not be encodable alone
         is_same = False
     wrong = add_up(torch.tensor(int(not is_same), device=device_of(images.sp_group)), images.sp_group)
     return found, None if wrong else known
@@ -215,7 +217,7 @@ def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, d
 
 @torch.no_grad()
 def _is_independent(encode: Callable, images: Images, found: Any, known: dict[str, Features]) -> bool:
-    """Returns whether the features `found` for this rank's images depend on no other image."""
+    """Returns whether the features `found` of this rank's images depend on no other image."""
     own, others = (encode(*args, **kwargs) for args, kwargs in (images.own(), images.with_others_changed()))
     is_same = own.keys() == known.keys()
     for name, features in known.items():
@@ -237,8 +239,8 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
 
 
 def _of_all(output: Any, images: Images, known: dict[str, Features]) -> Any:
-    """Returns the output for this rank's images with its features replaced by those of all images. One all-gather, and
-    one all-reduce in the backward."""
+    """Returns the output for this rank's images with the features of all images. One all-gather, and one all-reduce in
+    the backward."""
     flat = {name: features.leaves(output[name]) for name, features in known.items()}
     together: dict[tuple, list[tuple[list, int]]] = {}
     for name, leaves in flat.items():

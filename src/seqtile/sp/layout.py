@@ -1,9 +1,8 @@
-"""What the ranks of a group know of their common batch, one `Layout` per forward: which tokens may attend to which,
-decided by position_ids and attention_mask alone, and what layers derive from that.
+"""The common batch of a group's ranks, one `Layout` per forward: which tokens may attend to which, and the values that
+layers derive from that. Only position_ids and attention_mask determine it.
 
-First the ranks compare what they hold, so that none computes with shards of another batch: each shard carries a hash of
-the whole batch, and every forward compares the ranks' hashes.
-Source: Arctic Long Sequence Training, 3.4.
+First the ranks compare their data, so that none computes with shards of another batch: each shard carries a hash of the
+whole batch, and every forward compares the ranks' hashes. Source: Arctic Long Sequence Training, 3.4.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,19 +15,19 @@ from seqtile.sp.all_to_all import AllToAll, Rows
 from seqtile.sp.balance import Balance
 from seqtile.sp.groups import SequenceParallel, gather
 
-LAYOUT = "ulysses_layout"  # the keyword argument with which it goes to every layer
-WHOLE_LENGTH = "whole_length"  # in a shard of sequences that were padded to be cut, their tokens before that
-BATCH_HASH = "batch_hash"  # in a shard, the hash of the batch that it was cut from
+LAYOUT = "ulysses_layout"  # the keyword argument that passes it to every layer
+WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens before padding
+BATCH_HASH = "batch_hash"  # in a shard: the hash of its whole batch
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
-_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, of no other meaning
+_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # arbitrary odd numbers
 _COMPARED = "[batch, tokens, has a mask, rows of position_ids, has a batch_hash, labelled tokens]"
 
 
 class Layout:
-    """The whole sequences of a group's batch in one forward: its facts, and what follows from them, found once.
+    """The whole sequences of a group's batch in one forward, and values derived from them once.
 
-    All layers share one object, also in a checkpoint's recomputation. It is no dataclass, dict or tuple: FSDP2 copies
-    those where it casts a layer's arguments.
+    All layers share one object, also in a checkpoint's recomputation. It is no dataclass, dict or tuple, because FSDP2
+    copies these when it casts a layer's arguments.
     """
 
     def __init__(self, sp_group: SequenceParallel, local: int, documents: tuple[Rows, ...], implementation: str):
@@ -36,32 +35,32 @@ class Layout:
         self.local = local
         """Tokens of a sequence on each rank."""
         self.documents = documents
-        """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are
+        """For each row of the batch, the [start, stop) of its documents, without padding. One entry if all rows are
         alike."""
         self.parents: tuple[int | None, ...] = ()
-        """If rows of the batch share prefixes: for each document of its one row the one that it continues, which comes
-        before it; see prefixes.py."""
+        """If rows of the batch share prefixes: for each document of the one row, the earlier document that it
+        continues, see prefixes.py."""
         self.spans: tuple[tuple[Rows, ...], tuple[Rows, ...]] = ((), ())
-        """For layers without and with a window, for each entry of documents: the [start, stop) of spans whose tokens
-        see each other both ways, if there are any."""
+        """For layers without and with a window, and each entry of documents: the [start, stop) of spans whose tokens
+        see each other in both directions, if there are any."""
         self.is_masked_outside = False
         """True if a mask was made outside the text model; it is causal except in the spans."""
         self.implementation = implementation
         """The model's original attention, which computes this rank's heads."""
         self.attended: set[int] = set()
-        """The modules that have attended, by id."""
+        """The ids of the modules that have attended."""
         self.convolution: Any = None
-        """What a recurrent layer's convolution was called with, until its rule is."""
+        """The arguments of a recurrent layer's convolution, kept until its rule runs."""
         self.position_ids: Tensor | None = None
-        """This rank's, which a model without attention does not hand on to its base model."""
+        """This rank's position_ids. A model without attention does not pass them to its base model."""
         self.mask: Tensor | None = None
         """This rank's shard of the attention mask."""
         self.whole_length: Tensor | None = None
-        """Tokens of a sequence before it was padded to be cut, if it was."""
+        """Tokens of a sequence before padding, if it was padded to be cut."""
         self.last_position = 0
-        """The largest of all ranks' position_ids."""
+        """The largest position_id of all ranks."""
         self.balance: Balance | None = None
-        """The loss that balances experts, if it is asked for."""
+        """The loss that balances experts, if requested."""
         self._made: dict[Any, Any] = {}  # see `once`
 
     @property
@@ -70,18 +69,18 @@ class Layout:
         return self.local * self.sp_group.size
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returns, which every layer that asks by this key shares."""
+        """Returns the result of `make`, computed once per key and shared by all layers."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def all_to_all(self, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...]) -> AllToAll:
-        """Returns the all-to-all of tensors with so many heads, see `AllToAll`."""
+        """Returns the all-to-all of tensors with these numbers of heads, see `AllToAll`."""
         arguments = (q_heads, kv_heads, by_kv, self.local)
         return self.once(("all-to-all", *arguments), lambda: AllToAll(self.sp_group, *arguments))
 
     def counted(self, router_logits: Tensor) -> Tensor:
-        """Returns which of this rank's tokens [B S], of which there are logits, are no padding."""
+        """Returns which of this rank's tokens [B S] with router logits are not padding."""
         first = self.sp_group.rank * self.local
         places = torch.arange(first, first + self.local, device=router_logits.device)
         inside = places < (self.length if self.whole_length is None else self.whole_length.to(places.device))
@@ -90,8 +89,8 @@ class Layout:
 
 
 def layout_in(kwargs: dict[str, Any], module: nn.Module) -> Layout:
-    """Takes the layout out of a module's keyword arguments; the module has attended then. Raises ValueError if there is
-    none."""
+    """Removes the layout from a module's keyword arguments, and records that the module attended. ValueError without
+    one."""
     if (layout := kwargs.pop(LAYOUT, None)) is None:
         raise ValueError(
             f"no layout came with the tokens of {type(module).__name__}: call the model that sp.apply_ulysses was "
@@ -104,14 +103,14 @@ def layout_in(kwargs: dict[str, Any], module: nn.Module) -> Layout:
 def layout_of(
     local: int, position_ids: Tensor, mask: Tensor | None, sp_group: SequenceParallel, implementation: str
 ) -> Layout:
-    """Returns the layout of what the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes
-    [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank.
+    """Returns the layout of the batch that the ranks of a group hold together. `position_ids` [B or 1, S] (or
+    [3 or 4, B, S] with several axes) and the attention mask [B, S] are this rank's, with the same shape on every rank.
 
-    As in Hugging Face, without a mask a document begins where positions restart. If position_ids have four axes, the
+    As in Hugging Face, without a mask a document starts where positions restart. If position_ids have four axes, the
     first one, the text's, decides.
 
     One or two small collectives and one wait for the device, once per forward. Raises ValueError on every rank for a
-    mask with a hole or over documents.
+    mask with a hole, or a mask over several documents.
     """
     if position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
@@ -133,8 +132,8 @@ def layout_of(
 
 
 def documents_of(positions: Tensor, valid: Tensor) -> tuple[Rows, ...]:
-    """Returns for each row of [B, S] the runs of tokens that are no padding and whose positions follow one another. One
-    wait for the device."""
+    """For each row of [B, S], returns the runs of tokens, without padding, whose positions are consecutive. One wait
+    for the device."""
     follows = (positions[:, 1:] == positions[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]
     begins = torch.cat([valid[:, :1], valid[:, 1:] & ~follows], 1)
     ends = torch.cat([valid[:, :-1] & ~follows, valid[:, -1:]], 1)
@@ -143,7 +142,7 @@ def documents_of(positions: Tensor, valid: Tensor) -> tuple[Rows, ...]:
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns a number [] that differs where the integers in `tensors` do, or their order; computed where they are,
+    """Returns a number [] that differs if the integers in `tensors` or their order differ. Computed on their device,
     without waiting for it."""
     return _hash(torch.stack([_hash(values) for _, values in sorted(tensors.items())]))
 
@@ -153,7 +152,7 @@ def _hash(values: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Returns integers [..., K] of which a sum over K differs where the values [..., K] do, or their order."""
+    """Returns integers [..., K] whose sum over K differs if the values [..., K] or their order differ."""
     found = values.to(torch.int64)  # sums and products wrap around
     found = (found + torch.arange(1, values.shape[-1] + 1, device=values.device) * _FACTORS[0]) * _FACTORS[1]
     found = (found ^ (found >> 32)) * _FACTORS[2]
@@ -163,12 +162,12 @@ def mixed(values: Tensor) -> Tensor:
 def check_same_batch(
     tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, sp_group: SequenceParallel, expected: str
 ) -> int:
-    """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; of the
+    """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]. Of the
     model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch.
 
-    Raises ValueError on every rank if the ranks hold batches of different shapes or shards of different batches, if
-    they have no position_ids, or if nothing tells that these are shards and all ranks hold the same tokens; with what
-    was `expected`. One small collective and one wait for the device.
+    Raises ValueError on every rank, naming what was `expected`, if the ranks hold batches of different shapes or shards
+    of different batches, if they have no position_ids, or if all ranks hold the same tokens and nothing marks them as
+    shards. One small collective and one wait for the device.
     """
     position_ids, items = kwargs.get("position_ids"), kwargs.get("num_items_in_batch")
     rows, last, own = 0, 0, batch_hash
@@ -178,7 +177,7 @@ def check_same_batch(
         comparable = sp_group.size > 1 and position_ids is not None and not tokens.is_floating_point()
         own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else sp_group.rank
     sizes = [*tokens.shape[:2], int(kwargs.get("attention_mask") is not None), rows, int(batch_hash is not None)]
-    numbers = (sizes, 0 if items is None else items, last, own)  # some on the host, some on the device: waited for once
+    numbers = (sizes, 0 if items is None else items, last, own)  # on the host and the device: one wait for all
     mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
     ranks = torch.stack(gather(mine, sp_group)).tolist()
     shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]

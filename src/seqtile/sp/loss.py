@@ -1,4 +1,4 @@
-"""Makes a group's loss from its ranks' partial losses, and guards against a backward without that.
+"""Makes a group's loss from its ranks' partial losses, and prevents a backward without that.
 
 Source: Arctic Long Sequence Training, 4.2.
 """
@@ -11,8 +11,8 @@ from seqtile.sp.groups import SequenceParallel
 
 
 class PartialLossFunction(torch.autograd.Function):
-    """Returns the loss of a shard unchanged. Its backward raises RuntimeError unless the gradient comes from a loss
-    that went through `allow_backward`."""
+    """Returns the loss of a shard unchanged. Its backward raises RuntimeError unless the gradient comes from a loss on
+    which `allow_backward` was called."""
 
     @staticmethod
     def forward(node, loss: Tensor, size: int) -> Tensor:
@@ -31,8 +31,8 @@ class PartialLossFunction(torch.autograd.Function):
 
 
 def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
-    """Returns `loss`, which must be scaled by the size of the group, and lets its backward pass through the partial
-    losses from which it was computed."""
+    """Returns `loss`, which must be scaled by the size of the group, and allows a backward through the partial losses
+    that it was computed from."""
     if sp_group.size == 1 or not loss.requires_grad:
         return loss
     seen, nodes = set(), [loss.grad_fn]
@@ -55,16 +55,16 @@ def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns the group's loss, on every rank, from the ranks' partial losses. One all-reduce.
 
     A partial loss is the sum over a rank's tokens divided by the group's number of labelled tokens. A model computes it
-    when it gets `num_items_in_batch` from `DataShardingCollator`. Its gradient is multiplied by the size of the group,
-    so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient of one process: the average
-    of the data-parallel groups' gradients. With DeepSpeed call `engine.backward(loss, scale_wrt_gas=False)`. Do not
-    call it with Hugging Face's Trainer and the mixin, which scale by themselves. The backward of a partial loss that a
-    model returned raises RuntimeError if this was not called. Nothing can check this for a loss that you compute from
+    if it gets `num_items_in_batch` from `DataShardingCollator`. The gradient is multiplied by the size of the group, so
+    that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) produces the gradient of one process: the average of
+    the data-parallel groups' gradients. With DeepSpeed call `engine.backward(loss, scale_wrt_gas=False)`. Do not call
+    `reduce_loss` with Hugging Face's Trainer and the mixin, which scale by themselves. Without it, the backward of a
+    partial loss that a model returned raises RuntimeError. Nothing can check this for a loss that you compute from
     logits.
     """
     if loss is None:
         raise ValueError("the model returned no loss: the batch has no labels")
-    reduced = loss * ctx.size  # for its gradient; the value is the sum of the ranks'
+    reduced = loss * ctx.size  # for the gradient; the value is the sum of the ranks' losses
     with torch.no_grad():
         dist.all_reduce(reduced.copy_(loss), group=ctx.group)
     return allow_backward(reduced, ctx)

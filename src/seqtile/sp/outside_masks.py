@@ -1,7 +1,8 @@
 """Records the masks that a model makes outside its text model as recipes, so that no rank makes one of length x length.
 
-Gemma 3 and others let the tokens of an image see each other both ways. Hugging Face calls the mask function that is
-registered for an attention. Here it returns a `MaskRecipe`, which the model passes on to its text model.
+In Gemma 3 and others, the tokens of an image see each other in both directions. Hugging Face calls the mask function
+that is registered for an attention. Here this function returns a `MaskRecipe`, which the model passes to its text
+model.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +26,13 @@ _TWO_WAYS = "blockwise_overlay"
 
 
 class MaskRecipe(NamedTuple):
-    """The contents of a mask besides causality, documents and a window, which layers know."""
+    """The parts of a mask that layers do not know: everything except causality, documents and a window."""
 
     padding: Tensor | None
     """[B, S], True for tokens, False for padding."""
     spans: Tensor | None
-    """[B, S], for each token the number of its span, whose tokens see each other both ways; -1 in no span."""
+    """[B, S], for each token the number of its span, whose tokens see each other in both directions; -1 outside of
+    spans."""
     function: Callable[..., Tensor]
     """function(b, h, query, key) returns whether a query sees a key in row b and head h."""
 
@@ -68,9 +70,9 @@ def _functions_in(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
-    """Returns for each row of the batch the [start, stop) of its spans, () without spans. One wait for the device.
+    """For each row of the batch, returns the [start, stop) of its spans, () without spans. One wait for the device.
 
-    Raises ValueError if a span has a hole, or reaches further back than the window of the layers.
+    Raises ValueError if a span has a hole, or reaches further back than the layers' window.
     """
     if (numbers := recipe.spans) is None:
         return ()
@@ -78,7 +80,7 @@ def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
     begins = inside & (numbers != numbers.roll(1, 1))
     begins[:, 0] = inside[:, 0]
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
-    positions = places - (places * begins).cummax(1).values  # which restart with every span
+    positions = places - (places * begins).cummax(1).values  # they restart with every span
     rows = documents_of(positions, inside)
     for row, (spans, of_row) in enumerate(zip(rows, numbers.cpu(), strict=True)):
         if len({int(of_row[start]) for start, _ in spans}) < len(spans):

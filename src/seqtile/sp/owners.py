@@ -1,4 +1,5 @@
-"""Which rank of a group holds which tokens, and the collectives that give every rank the values of all tokens."""
+"""Records which rank of a group holds which tokens; and the collectives that give every rank the values of all
+tokens."""
 
 from collections.abc import Callable
 
@@ -13,8 +14,8 @@ from seqtile.tensor_like import View
 
 
 class Owners:
-    """For each token of a tensor [...]: the rank that holds its values, and in which of that rank's rows [n, ...].
-    Equal on all ranks of the group; on the CPU.
+    """For each token of a tensor [...]: the rank that holds its values, and the index of that rank's row [n, ...] with
+    them. Equal on all ranks of the group; on the CPU.
 
     Without `rows` each rank holds one row per token, in order. With `rows` tokens may share a row.
     """
@@ -27,7 +28,7 @@ class Owners:
 
     @classmethod
     def of_sequences(cls, rows: int, length: int, local: int, sp_group: SequenceParallel) -> "Owners":
-        """Returns the owners of [rows, length] tokens, of which each rank holds `local` consecutive ones per row."""
+        """Returns the owners of [rows, length] tokens if each rank holds `local` consecutive tokens of each row."""
         return cls((torch.arange(length) // local).to(torch.int16).expand(rows, -1), sp_group)
 
     def by_token(self) -> "Owners":
@@ -42,7 +43,7 @@ class Owners:
         return Owners(self.ranks.flatten(), self.sp_group, None if self.rows is None else self.rows.flatten())
 
     def places(self, device: torch.device) -> list[Tensor]:
-        """Returns for each rank the indices of its tokens among all tokens, flattened."""
+        """For each rank, returns the indices of its tokens among all flattened tokens."""
         if device not in self._places:
             ranks = self.ranks.flatten()
             found = [(ranks == rank).nonzero().squeeze(1) for rank in range(self.sp_group.size)]
@@ -50,7 +51,7 @@ class Owners:
         return self._places[device]
 
     def own_rows(self, device: torch.device) -> Tensor | None:
-        """Returns for each of this rank's tokens the index of its row; None if each has its own, in order."""
+        """Returns the row index of each of this rank's tokens; None if each token has its own row, in order."""
         return None if self.rows is None else self._rows_of(self.sp_group.rank, device)
 
     def _rows_of(self, rank: int, device: torch.device) -> Tensor:
@@ -67,8 +68,8 @@ class Owners:
         return flat[self.places(values.device)[self.sp_group.rank]]
 
     def summed(self, gradients: Tensor, rows: int) -> Tensor:
-        """Returns the gradients of this rank's rows, given those of its tokens [n, *]. Gradients of tokens that share a
-        row are summed in float32."""
+        """Returns the gradients of this rank's rows from those of its tokens [n, *]. Sums the gradients of tokens that
+        share a row in float32."""
         if (index := self.own_rows(gradients.device)) is None:
             return gradients
         dtype = torch.promote_types(gradients.dtype, torch.float32)
@@ -76,12 +77,12 @@ class Owners:
         return total.index_add_(0, index, gradients.to(dtype)).to(gradients.dtype)
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Returns the values [..., *] of all tokens, given each rank's rows. One all-gather; not differentiable."""
+        """Returns the values [..., *] of all tokens from each rank's rows. One all-gather; not differentiable."""
         places, device = self.places(rows.device), rows.device
         rows, size = rows.detach(), self.sp_group.size
         if self.rows is not None and size == 1:
             return rows[self.own_rows(device)].view(*self.shape, *rows.shape[1:])
-        most = max(map(len, places)) if self.rows is None else len(rows)  # with shared rows all ranks have as many
+        most = max(map(len, places)) if self.rows is None else len(rows)  # with shared rows all ranks have equally many
         own = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
         parts = gather(own, self.sp_group)
         found = own.new_empty((*self.shape, *own.shape[1:]))  # not a view, which could not be changed in place
@@ -91,10 +92,10 @@ class Owners:
         return found
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
-        """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view; None for all in
-        order."""
+        """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view (None for all in
+        order)."""
         tokens = torch.arange(self.shape.numel(), device=device).view(*self.shape, 1)
-        tokens = view(tokens).squeeze(-1).cpu()  # waits for the device if an index is on it
+        tokens = view(tokens).squeeze(-1).cpu()  # waits for the device if it holds an index
         ranks = self.ranks.flatten()
         if self.rows is not None:
             return Owners(ranks[tokens], self.sp_group, self.rows.flatten()[tokens]), None
@@ -113,7 +114,7 @@ class Owners:
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers the values of all tokens on every rank. All ranks compute the same from them, and reducers average
+    """Gathers the values of all tokens on every rank. All ranks compute the same from them and reducers average
     gradients, so the backward multiplies the gradient of a rank's rows by the size of the group."""
 
     seqtile_of_all_ranks = True
@@ -134,7 +135,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _OfTokens(torch.autograd.Function):
-    """From rows that tokens share to one row per token."""
+    """Expands rows that tokens share to one row per token."""
 
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> Tensor:
@@ -147,7 +148,7 @@ class _OfTokens(torch.autograd.Function):
 
 
 def of_tokens(rows: Tensor, owners: Owners) -> Tensor:
-    """Returns the values [n, *] of this rank's tokens, copied if tokens share rows. Differentiable."""
+    """Returns the values [n, *] of this rank's tokens; copies if tokens share rows. Differentiable."""
     return rows if owners.rows is None else _OfTokens.apply(rows, owners)
 
 
@@ -168,7 +169,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _WholeGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is the mean of the ranks' gradients. One all-reduce in the backward."""
+    """Returns the tensor itself. Its gradient is the mean of the ranks' gradients. One all-reduce in the backward."""
 
     @staticmethod
     def forward(node, whole: Tensor, sp_group: SequenceParallel) -> Tensor:
@@ -187,7 +188,7 @@ summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
 
 def depends_on_all_ranks(tensor: Tensor) -> bool:
     """Returns whether a tensor was computed from values of all ranks' tokens, other than by `with_whole_gradient`. Its
-    gradient must be the same on every rank, so it cannot be an operand where each rank computes its own rows."""
+    gradient must be the same on every rank, so it cannot be used where each rank computes only its own rows."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -1,12 +1,12 @@
-"""Puts rows of a batch that share prefixes into one row, which holds each prefix once.
+"""Merges the rows of a batch that share prefixes into one row, which holds each prefix once.
 
     rows [B, S]    P P P P a a .      one row [1, T]    P P P P | a a | b b b | c c
                    P P P P b b b      documents         0         1    2        3
                    c c . . . . .      continues         -         0    0        -
 
-A document continues the one that its row shares with other rows. Its tokens keep their positions. Only attention and
-recurrences need to know of this, see segments.py; all else computes each token by itself. Tokens of several rows are
-the same if all inputs of the text model for them, and for all tokens before them, are the same.
+A document continues the document that its row shares with other rows. Its tokens keep their positions. Only attention
+and recurrences need to know of this, see segments.py; everything else computes each token by itself. Tokens of several
+rows are equal if all inputs of the text model are equal for them and for all tokens before them.
 """
 
 from collections.abc import Mapping
@@ -25,23 +25,23 @@ _COMPARED = 2**24  # pairs of tokens that are compared at once
 
 
 class PrefixTree(NamedTuple):
-    """A batch's tokens in one row, each prefix once."""
+    """A batch's tokens in one row, with each prefix once."""
 
     documents: Rows
-    """[start, stop) of each in the one row; those that continue it follow it."""
+    """The [start, stop) of each document in the one row; documents that continue it follow it."""
     parents: tuple[int | None, ...]
-    """For each document the one that it continues."""
+    """For each document, the one that it continues."""
     taken: Tensor
-    """[T]: for each token of the one row its index in the flattened batch; on the CPU."""
+    """[T]: for each token of the one row, its index in the flattened batch; on the CPU."""
     places: Tensor
-    """[B, S]: for each token of the batch its index in the one row, 0 for padding; on the CPU."""
+    """[B, S]: for each token of the batch, its index in the one row, 0 for padding; on the CPU."""
     saved: int
     """The number of tokens saved."""
     last_position: int
     """The largest position of the batch, padding included."""
 
     def flat(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns arguments of the batch [B, S, ...] as those of the one row [1, T, ...], without the mask."""
+        """Returns the batch's arguments [B, S, ...] as those of the one row [1, T, ...], without the mask."""
         rows, length = self.places.shape
         found = dict(given)
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
@@ -57,10 +57,10 @@ class PrefixTree(NamedTuple):
 
 
 def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: int) -> PrefixTree | str:
-    """Returns the tree of a batch of [rows, length] tokens, of the arguments of its text model. If there is none, why:
-    no rows begin with `min_tokens` tokens alike, a mask has a hole, or an argument is not known to be of tokens.
+    """Returns the tree of a batch of [rows, length] tokens from the text model's arguments. If there is none, returns
+    why: no rows share the first `min_tokens` tokens, a mask has a hole, or an argument has no known token dimension.
 
-    One wait for the device. Allocates up to 2^24 comparisons at a time, and 8 bytes a token for each argument.
+    One wait for the device. Allocates up to 2^24 comparisons at a time, and 8 bytes per token for each argument.
     """
     if rows < 2:
         return "it has one row"
@@ -89,14 +89,14 @@ def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: in
 
 
 def _is_known(name: str, value: Any, rows: int, length: int) -> bool:
-    """Returns whether an argument has values of tokens in a known dimension, or holds no tensor."""
+    """Returns whether an argument has token values in a known dimension, or contains no tensor."""
     if sequence_dim(name, value, rows, length) is not None:
         return name != "attention_mask" or value.shape == (rows, length)
     return not any(isinstance(each, Tensor) for each in tree_leaves(value))
 
 
 def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
-    """Returns integers [B, S] that are equal for tokens for which an argument has equal values."""
+    """Returns integers [B, S] that are equal for tokens with equal values of an argument."""
     if name == "position_ids" and value.dim() == 3:
         return [axis.expand(rows, -1) for axis in value]
     if value.is_floating_point():
@@ -106,16 +106,16 @@ def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
 
 
 def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Tensor:
-    """Returns the largest position; whether a mask has a hole, whether positions begin anew in a row, and whether rows
-    begin at different ones; for each row where it begins and how many tokens it has; and of each two rows how many
-    tokens they have in common."""
+    """Returns the largest position; whether a mask has a hole, whether positions restart within a row, and whether rows
+    start at different positions; each row's start and number of tokens; and the common prefix length of each pair of
+    rows."""
     rows, length = keys[0].shape
     valid = torch.ones_like(keys[0], dtype=torch.bool) if mask is None else mask.bool()
     first, tokens = valid.int().argmax(1), valid.sum(1)
     has_hole = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()
     of_text = (positions if positions.dim() == 2 else positions[0]).expand(rows, -1)
     begins_anew = ((of_text[:, 1:] != of_text[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]).any()
-    begins_anew &= positions.dim() == 2 or len(positions) == 4  # of four axes the first is that of the text
+    begins_anew &= positions.dim() == 2 or len(positions) == 4  # of four axes the first is the text's
     starts = of_text.gather(1, first[:, None])
     place = torch.arange(length, device=first.device)
     from_first = (first[:, None] + place).clamp(max=length - 1)
@@ -132,7 +132,7 @@ def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Ten
 
 
 class _Growing:
-    """A tree that is being made, of rows of which it is known how many tokens any two have in common."""
+    """A tree under construction, from the common prefix lengths of all pairs of rows."""
 
     def __init__(self, first: list[int], tokens: list[int], common: list[list[int]], length: int, min_tokens: int):
         self.first, self.tokens, self.common, self.min_tokens = first, tokens, common, min_tokens
@@ -144,7 +144,7 @@ class _Growing:
         """Tokens of the one row."""
 
     def grow(self, rows: list[int], depth: int, parent: int | None) -> None:
-        """Adds what `rows` have from `depth` on; up to there they have all in common."""
+        """Adds the tokens of `rows` from `depth` on; the rows share all tokens before it."""
         while rows:
             head = rows[0]
             alike = [row for row in rows if row == head or self.common[head][row] >= depth + self.min_tokens]

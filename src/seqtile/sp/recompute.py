@@ -1,7 +1,7 @@
-"""Computes attention in several calls, which gather keys and masks again in the backward instead of keeping them.
+"""Computes attention in several calls, which gather keys and masks again in the backward instead of saving them.
 
-Each call gets some of the queries, and the keys that they see: parts of the sequence, which calls may share. Only q, k
-and v are kept for the backward, once.
+Each call gets some of the queries and the keys that they see: parts of the sequence, which calls may share. Only q, k
+and v are saved for the backward, once.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ class Call(NamedTuple):
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """From q [B, h, n, K], k and v [B, kv, m, K], and sinks [h] if there are any, to [B, n, h, K]."""
     keys: Rows
-    """The parts [start, stop) of the sequence's keys and values that it gets."""
+    """The parts [start, stop) of the sequence's keys and values that the call gets."""
 
 
 def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
-    """Returns some of x [B, h, S, K] as [B, h, m, K]. `keys`: parts (a single one gives a view), an index [m], or None
+    """Returns parts of x [B, h, S, K] as [B, h, m, K]. `keys`: parts (a single one gives a view), an index [m], or None
     for all."""
     if keys is None:
         return x
@@ -38,10 +38,10 @@ def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
 def call_again_in_backward(
     calls: Sequence[Call], queries: Sequence[Tensor], k: Tensor, v: Tensor, sinks: Tensor | None, draws: bool
 ) -> tuple[Tensor, ...]:
-    """Returns the output of each call for its queries. The gradients of keys, values and sinks add up in float32.
+    """Returns each call's output for its queries. The gradients of keys, values and sinks are summed in float32.
 
     Allocates the keys and values of one call at a time, in forward and backward, and in the backward the float32
-    gradients. `draws`: the calls draw random numbers, equal in both.
+    gradients. `draws`: the calls draw random numbers, the same in forward and backward.
     """
     if not calls:
         return ()
@@ -78,7 +78,7 @@ class _Calls(torch.autograd.Function):
                 d_queries.append(found["q"])
                 for name, total in sums.items():
                     _add(total, found[name], call.keys if name in "kv" else None)
-                del given, asked, out, found  # before the next call's are made
+                del given, asked, out, found  # free them before the next call
         d_kv = [sums[name].to(x.dtype) if name in sums else None for name, x in (("k", k), ("v", v), ("sinks", sinks))]
         return None, None, *d_kv, *d_queries
 

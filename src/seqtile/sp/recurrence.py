@@ -1,17 +1,17 @@
-"""Layers that mix tokens by a recurrence or a convolution, spread over ranks by heads, as attention is.
+"""Shards layers that mix tokens by a recurrence or a convolution over ranks by heads, as attention is.
 
 Hugging Face's linear attentions and state-space layers call two functions of their modeling file: a causal convolution
 of channels, then a rule (gated delta rule, Kimi's delta attention, Mamba-2's scan) whose operands, head by head, are
-these channels. Everything else in such a layer is token by token. So its own forward runs on this rank's tokens, with
-these functions replaced:
+these channels. Everything else in such a layer computes each token by itself. So the layer's own forward runs on this
+rank's tokens, with these functions replaced:
 
     convolution   returns its input
     rule          all-to-all: gets the operands of this rank's heads, for the whole sequence
                   the convolution of their channels, and the rule, document by document
                   all-to-all: gets the results of all heads, for this rank's tokens
 
-Channels and heads are independent, so no rank needs more tokens of its neighbours. A layer that has only the
-convolution (LFM2's) does all of this there, with channels instead of heads.
+Channels and heads are independent, so no rank needs its neighbours' tokens. If a layer has only the convolution
+(LFM2's), the replaced convolution does all of this, with channels instead of heads.
 """
 
 import copy
@@ -33,17 +33,17 @@ from seqtile.sp.layout import LAYOUT, Layout, layout_in
 from seqtile.sp.segments import segments
 
 _CONVOLUTION = "causal_conv1d_fn"
-_FUSED = "mamba2_split_conv1d_scan_combined"  # a kernel of all of it, for whole sequences; None: there is no kernel
+_FUSED = "mamba2_split_conv1d_scan_combined"  # one kernel for all of it, for whole sequences; None: there is no kernel
 _CONVOLUTION_ALONE = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 
 
 class Rule(NamedTuple):
-    """The operands of a rule, by the names of its parameters."""
+    """The operands of a rule, by parameter name."""
 
     convolved: tuple[str, ...]
     """Operands that are channels of the convolution, in its order."""
     own: tuple[str, ...]
-    """Operands with every head: [B, S, H, K] or [B, S, H]. The result has the first one's shape."""
+    """Operands with all heads: [B, S, H, K] or [B, S, H]. The result has the first one's shape."""
     shared: tuple[str, ...]
     """Operands that groups of heads share: [B, S, G, K], G a divisor of H."""
     of_heads: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     state: str | None = None
     """The initial state."""
     wants_state: str | None = None
-    """The parameter that asks for the final state as well."""
+    """The parameter that requests the final state."""
 
 
 _DELTA = Rule(
@@ -72,9 +72,9 @@ RULES = {
 _ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels count as heads
 Operands = dict[str, Tensor]
 Compute = Callable[..., tuple[Tensor, list[Any]]]
-"""Computes a rule, or a convolution without one. Returns its output, and if asked the final state of each group of
+"""Computes a rule, or a convolution without one. Returns its output and, if requested, the final state of each group of
 heads."""
-BY_TOKEN = {"mlp", "moe"}  # kinds of layers that do not mix tokens
+BY_TOKEN = {"mlp", "moe"}  # types of layers that do not mix tokens
 _EMPTY = ("initial_state", "initial_states", "z", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
@@ -85,7 +85,7 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_recurrence(module: nn.Module) -> bool:
-    """Returns whether a module is a layer of Hugging Face's that is spread as above."""
+    """Returns whether a module is a Hugging Face layer that can be sharded as above."""
     names, kind = names_in_forward(module), type(module)
     if not kind.__module__.startswith("transformers.models.") or _CONVOLUTION not in names:
         return False
@@ -98,10 +98,10 @@ def is_recurrence(module: nn.Module) -> bool:
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model that mix tokens: the innermost ones that get a cache."""
+    """Returns the modules of a model that mix tokens: the innermost modules that get a cache."""
     given = []
     for module in model.modules():
-        if getattr(module, "block_type", None) in BY_TOKEN:  # gets a cache, but does not use it
+        if getattr(module, "block_type", None) in BY_TOKEN:  # gets a cache but does not use it
             continue
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
         if parameters.keys() & {*CACHE_NAMES}:
@@ -111,12 +111,13 @@ def mixers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_known(mixer: nn.Module) -> bool:
-    """Returns whether a module that mixes tokens is spread over ranks: by `Recurrence` or attention's interface."""
+    """Returns whether a module that mixes tokens can be sharded over ranks: by `Recurrence` or attention's
+    interface."""
     return is_recurrence(mixer) or "ALL_ATTENTION_FUNCTIONS" in names_in_forward(mixer)
 
 
 class Recurrence:
-    """The forward of a layer over ranks: that of its class, with some of the functions that it calls replaced."""
+    """The forward of a layer over ranks: its class's forward, with some of the functions that it calls replaced."""
 
     def __init__(self, module: nn.Module, is_alone: bool = False):
         self.module, self.is_alone = module, is_alone
@@ -140,7 +141,7 @@ class Recurrence:
         return forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Recurrence":
-        return Recurrence(copy.deepcopy(self.module, memo), self.is_alone)  # in whose copy it is just being put
+        return Recurrence(copy.deepcopy(self.module, memo), self.is_alone)  # the module's copy receives this object
 
     def _convolution(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
@@ -154,7 +155,7 @@ class Recurrence:
         return self._spread(layout, _ALONE, operands, _as_it_is, False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the rule. Positional arguments stay positional, since kernels use other parameter names."""
+        """Replaces the rule. Positional arguments stay positional, because kernels use other parameter names."""
         layout, rule, signature = layout_in(kwargs, self.module), RULES[self.name], inspect.signature(self.rule)
         options = signature.bind(*args, **kwargs).arguments
         options |= options.pop("kwargs", {})
@@ -169,7 +170,7 @@ class Recurrence:
             found, ends = [], []
             if wants_state:
                 more[rule.wants_state] = True
-            for i, (heads, groups) in enumerate(own.groups):  # where they read unequally many, one by one
+            for i, (heads, groups) in enumerate(own.groups):  # one by one if they read unequal numbers
                 if states:
                     more[rule.state] = states[i]
                 chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}
@@ -227,14 +228,14 @@ def _as_it_is(own: RankHeads, operands: Operands, *states: Any, **options: Any) 
 
 
 def _takes_cu_seqlens(rule: Callable[..., Any]) -> bool:
-    """Returns whether a kernel of flash-linear-attention's replaces Hugging Face's code; it takes the starts of
-    documents."""
+    """Returns whether a kernel of flash-linear-attention, which takes the starts of documents, replaces Hugging Face's
+    code."""
     known = inspect.getclosurevars(rule).nonlocals
     return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
 
 
 class Convolution(NamedTuple):
-    """A causal convolution of channels, each by itself, as a layer called it."""
+    """A causal convolution of independent channels, with the arguments of the layer's call."""
 
     function: Callable[..., Tensor]
     hidden_states: Tensor
@@ -255,8 +256,8 @@ class Convolution(NamedTuple):
         return [part.unflatten(2, operand.shape[2:]) for part, operand in zip(parts, operands, strict=True)]
 
     def channels_of(self, operands: Sequence[tuple[Tensor, slice]]) -> list[slice] | None:
-        """Returns the channels of some heads of each operand [B, S, H, K]; None unless the operands are views of all
-        channels, in order."""
+        """Returns the channels of the given heads of each operand [B, S, H, K]; None unless the operands are views of
+        all channels, in order."""
         found, x, start = [], self.hidden_states, 0
         if sum(operand.shape[2:].numel() for operand, _ in operands) != x.shape[1]:
             return None
@@ -277,9 +278,9 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
 def by_documents(
     layout: Layout, convolve: Callable[..., Operands], compute: Compute, in_one_call: bool, arrived: Sequence[Tensor]
 ) -> Tensor:
-    """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where there
-    is padding. Rows that have the same documents are computed together; `in_one_call` the documents of all rows behind
-    each other, `compute` being told where each begins."""
+    """Computes [B, S, h, K] from tensors [B, h, S, K] of whole sequences, document by document, with zeros for padding.
+    Rows with the same documents are computed together. With `in_one_call`, the documents of all rows are concatenated,
+    and `compute` is told where each starts."""
     spans = segments(layout, ((0, layout.length),), layout.length)
     spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
     rows = in_parts(arrived, [len(arrived[0]) // len(spans)] * len(spans), 0)
@@ -304,10 +305,10 @@ def by_documents(
 def by_tree(
     layout: Layout, convolve: Callable[..., Operands], compute: Compute, arrived: Sequence[Tensor], before: int
 ) -> Tensor:
-    """Returns [1, S, h, K], as `by_documents` does, for documents that continue others. Each begins with the final
-    state of the document that it continues, and its convolution with that one's last `before` tokens."""
+    """Computes [1, S, h, K], as `by_documents` does, for documents that continue others. Each starts with the final
+    state of the document that it continues, and its convolution with that document's last `before` tokens."""
     documents, parents, found = layout.documents[0], layout.parents, []
-    ends: list[tuple[Sequence[Tensor], list[Any]]] = []  # of each document the last tokens, and the state
+    ends: list[tuple[Sequence[Tensor], list[Any]]] = []  # each document's last tokens and state
     for i, ((start, stop), parent) in enumerate(zip(documents, parents, strict=True)):
         tail, states = ([], []) if parent is None else ends[parent]
         own = [x[:, :, start:stop] for x in arrived]

@@ -1,5 +1,5 @@
-"""Losses and log-probabilities of tokens that are spread over ranks. Each rank computes its own rows with its head's
-weights. Then one all-reduce makes the loss, or one all-gather of a number a token makes the values."""
+"""Losses and log-probabilities of tokens that are sharded over ranks. Each rank computes its own rows with the head's
+weights. Then one all-reduce produces the loss, or one all-gather of a number per token produces the values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +18,8 @@ _IGNORED = -100
 
 
 def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a loss get only labelled tokens if tokens share hidden states: rows are copied then, and those of a prompt
-    are not needed."""
+    """If tokens share hidden states, makes a loss get only the labelled tokens: shared rows are copied, and the loss
+    does not need those of a prompt."""
 
     def of_labelled(
         hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
@@ -35,7 +35,8 @@ def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _among(chosen: Tensor, values: Tensor) -> Tensor:
-    """Returns the values [n] of chosen tokens as values of all tokens [...], zero for others; a scalar as it is."""
+    """Scatters the values [n] of chosen tokens into all tokens [...], with zeros for others. Returns a scalar
+    unchanged."""
     return values if values.dim() == 0 else values.new_zeros(chosen.shape).masked_scatter(chosen, values)
 
 
@@ -43,7 +44,7 @@ def _among(chosen: Tensor, values: Tensor) -> Tensor:
 def _cross_entropy(
     hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
 ) -> Any:
-    """Computes `linear_cross_entropy`; means of metrics are made from sums over ranks."""
+    """Computes `linear_cross_entropy`. Means of metrics are computed from sums over ranks."""
     owners, metrics = hidden.owners.by_token(), options.pop("return_metrics", False)
     counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
     if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
@@ -68,7 +69,7 @@ def _divisor(target: Tensor, counted: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _never_empty(rows: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, slice]:
-    """Returns rows, their labels, and which of these are the rank's own. A rank without rows gets one ignored row, so
+    """Returns rows, their labels, and the slice of the rank's own rows. A rank without rows gets one ignored row, so
     that the head's weights have a gradient on every rank."""
     if len(rows):
         return rows, labels, slice(None)
@@ -81,7 +82,7 @@ def _log_probs(
 ) -> Any:
     owners, ignored = hidden.owners.by_token(), _IGNORED if ignore_index is None else ignore_index
     rows, labels, own = _never_empty(hidden.connected_rows(), owners.own(target), ignored)
-    if own.stop == 0:  # of this rank
+    if own.stop == 0:  # this rank has none
         ignore_index = ignored
     found = linear_log_probs(rows, weight, labels, ignore_index=ignore_index, **options)
     log_probs, values = found if isinstance(found, tuple) else (found, None)
@@ -94,7 +95,7 @@ def _log_probs(
 def _divergence(
     student_hidden: Any, student_weight: Tensor, teacher_hidden: Any, teacher_weight: Tensor, **options: Any
 ) -> Any:
-    if not hasattr(student_hidden, "owners"):  # a student that every rank has whole
+    if not hasattr(student_hidden, "owners"):  # every rank has the whole student
         return linear_divergence(student_hidden, student_weight, teacher_hidden.whole(), teacher_weight, **options)
 
     def of_rows(student: Tensor, teacher: Tensor, **options: Any) -> Any:
@@ -111,9 +112,9 @@ def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor
 
 
 def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...], **options: Any) -> Any:
-    """Returns a loss of heads over tokens, some of which a mask may leave out."""
+    """Returns a loss of heads over tokens, without those that a mask excludes."""
     owners, mask = hidden.owners.by_token(), options.pop("mask", None)
-    if mask is not None and hidden.owners.rows is not None:  # rows that tokens share are copied: those that count alone
+    if mask is not None and hidden.owners.rows is not None:  # copy shared rows only for tokens that count
         found = _masked(of_rows, hidden[mask], tuple(each[mask] for each in along), **options)
         return tuple(_among(mask, each) for each in found) if isinstance(found, tuple) else _among(mask, found)
     if mask is None:
@@ -146,13 +147,13 @@ def _cross_entropy_of_logits(
         logits = input if owners is None else input.whole()
         return F.cross_entropy(logits, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
     counted = target != ignore_index
-    if owners.rows is not None:  # rows that tokens share are copied: those of labelled tokens alone
+    if owners.rows is not None:  # copy shared rows only for labelled tokens
         return _among(counted, _over_ranks(input[counted], target[counted], reduction, **options))
     return _over_ranks(input, target, reduction, **options)
 
 
 def _over_ranks(input: Any, target: Tensor, reduction: str, **options: Any) -> Tensor:
-    """torch's cross_entropy of logits [n, V] whose tokens are spread over ranks, or share rows."""
+    """torch's cross_entropy of logits [n, V] whose tokens are sharded over ranks or share rows."""
     how, owners = "none" if reduction == "none" else "sum", input.owners.by_token()
     losses = F.cross_entropy(input.connected_rows(), owners.own(target), reduction=how, **options)
     if reduction == "none":
@@ -169,4 +170,4 @@ LOSSES: dict[Callable, Callable] = {
     linear_topk_divergence: _topk_divergence,
     F.cross_entropy: _cross_entropy_of_logits,
 }
-"""The versions of these functions for hidden states or logits that are spread over ranks."""
+"""The versions of these functions for hidden states or logits that are sharded over ranks."""

@@ -1,5 +1,5 @@
-"""Which keys the queries of a sequence see, without a mask of length x length. A segment is the queries of one document
-with the keys that they may see. Two documents and padding, on a rank that holds the queries marked q:
+"""Describes which keys the queries of a sequence see, without a mask of length x length. A segment is the queries of
+one document with the keys that they may see. Two documents and padding, on a rank that holds the queries marked q:
 
             keys   0 ---------- 9 ---- 14   padding
     queries 0 .    |
@@ -8,8 +8,8 @@ with the keys that they may see. Two documents and padding, on a rank that holds
             9 q           segment 2: a causal square, no mask
               q                   segment 3: no keys, zeros
 
-A document may continue another, as completions continue their prompt: then its queries also see the keys of that
-document and of those that it continues.
+A document may continue another one, as completions continue their prompt. Its queries then also see the keys of that
+document and of the documents that it continues.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from torch import Tensor
 from seqtile.sp.all_to_all import Rows, count
 from seqtile.sp.layout import Layout
 
-MASK_ELEMENTS = 2**24  # of the largest mask, 16 MiB of bools
+MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
 
 
 class Block(NamedTuple):
@@ -32,14 +32,14 @@ class Block(NamedTuple):
     keys: Rows
     """In the order of positions: up to q1, or beyond it if `two_ways`."""
     two_ways: bool = False
-    """True for a span whose tokens see each other both ways: each query also sees all keys after itself."""
+    """True for a span whose tokens see each other in both directions: each query also sees all keys after itself."""
 
     def is_causal(self, reach: int) -> bool:
         """Returns whether each query sees all keys up to its own; the last query sees the last key."""
         return bool(self.keys) and not self.two_ways and count(self.keys) <= reach
 
     def is_square(self, reach: int) -> bool:
-        """Returns whether it is a causal square, which needs no mask."""
+        """Returns whether the block is a causal square, which needs no mask."""
         return self.is_causal(reach) and self.keys == ((self.q0, self.q1),)
 
     def mask(self, reach: int, device: torch.device) -> Tensor:
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = ()) -> list[list[Block]]:
-    """Returns for each entry of the layout's documents the queries in `rows` as segments, document by document."""
+    """For each entry of the layout's documents, returns the queries in `rows` as segments, document by document."""
     key = ("segments", rows, reach, bool(spans))
     of_rows = list(zip(layout.documents, spans or ((),) * len(layout.documents), strict=True))
     return layout.once(
@@ -86,8 +86,8 @@ def segments_of(
 
 
 def family(documents: Rows, parents: Sequence[int | None]) -> tuple[list[Rows], list[int]]:
-    """Returns for each document the documents that it continues, first to last; and where the last document that
-    continues it ends."""
+    """For each document, returns the documents that it continues, first to last; and the end of the last document that
+    continues it."""
     before: list[Rows] = []
     ends = [stop for _, stop in documents]
     parents = parents or (None,) * len(documents)
@@ -100,7 +100,7 @@ def family(documents: Rows, parents: Sequence[int | None]) -> tuple[list[Rows], 
 
 
 def _seen(keys: Rows, q0: int, reach: int) -> Rows:
-    """Returns those of `keys` that queries from q0 on see; q0 is in the last part of `keys`."""
+    """Returns the part of `keys` that queries from q0 on see; q0 is in the last part of `keys`."""
     wanted, found = keys[-1][1] - q0 + reach - 1, []
     for start, stop in reversed(keys):
         if wanted > 0:
@@ -111,7 +111,7 @@ def _seen(keys: Rows, q0: int, reach: int) -> Rows:
 
 def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool]) -> Iterator[Block]:
     """Yields the segments, cut into blocks with small masks: a block has at most as many queries as a query sees keys.
-    A segment is left uncut if `is_uncut` returns True: it needs no mask, however large it is."""
+    A segment stays uncut if `is_uncut` returns True, because it then needs no mask."""
     for segment in found:
         q0, q1, keys, two_ways = segment
         if not keys or is_uncut(segment):

@@ -1,7 +1,7 @@
-"""The hooks that inform a model's layers about a batch whose tokens are spread over ranks, in the order of a forward:
+"""The hooks that tell a model's layers about a batch whose tokens are sharded over ranks, in the order of a forward:
 
     model      check_batch        finds the batch's `Layout`, from what the ranks hold
-     base      add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
+     base      add_layout         adds the `Layout` to the keyword arguments, which Hugging Face passes to every
                                   attention, also in a checkpoint's recomputation
       rotary   add, drop_last_position    tell embeddings that depend on the length what it is
      base      check_layers       checks that every layer has attended
@@ -39,7 +39,7 @@ class ShardingHooks:
         "ctx.data_parallel_rank of ctx.data_parallel_size), except with sp.ShardedDataLoader; for whole sequences on "
         "every rank call sp.restore(model) first"
     )
-    """The expected batch, for errors."""
+    """The expected batch, for error messages."""
 
     def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
         self.model, self.sp_group = model, sp_group
@@ -49,11 +49,11 @@ class ShardingHooks:
         self.implementation = model.config._attn_implementation
         """The model's original attention."""
         self.layout: Layout | None = None
-        """The layout of the running forward; None between forwards, also after one that failed."""
+        """The layout of the running forward; None between forwards, also after a failed one."""
         self.last_position = 0
-        """The last position of whole sequences, in the running forward of the base model."""
+        """The last position of whole sequences in the running forward of the base model."""
         self.replaced: list[Recurrence | CompressedKeys] = []
-        """The replacements of functions of layers."""
+        """The replaced functions of layers."""
         base = model.base_model
         self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
@@ -69,7 +69,7 @@ class ShardingHooks:
             if is_latent(module):
                 module.expand_kv = CompressedKeys(module, sp_group)
                 self.replaced.append(module.expand_kv)
-            kinds = str(getattr(module, "rope_type", ""))  # a name, or one for each kind of layers
+            kinds = str(getattr(module, "rope_type", ""))  # a name, or one per type of layer
             if "dynamic" in kinds or "longrope" in kinds:
                 self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
                 self.handles.append(module.register_forward_hook(self.drop_last_position))
@@ -114,7 +114,7 @@ class ShardingHooks:
         return add_up(gradient, self.sp_group) / self.sp_group.size
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Finds the layout. Raises ValueError for labels without what a shard's loss needs."""
+        """Finds the layout. Raises ValueError for labels without the values that a shard's loss needs."""
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if missing and self.sp_group.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
@@ -123,8 +123,8 @@ class ShardingHooks:
         return args, kwargs
 
     def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
-        """Returns the layout of a forward's batch, and removes facts about shards from the keyword arguments. Raises
-        ValueError, on every rank, if the batch is no shard, or a shard of another batch."""
+        """Returns the layout of a forward's batch, and removes the shard's extra values from the keyword arguments.
+        Raises ValueError on every rank if the batch is no shard, or a shard of another batch."""
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -140,7 +140,7 @@ class ShardingHooks:
         layout.position_ids, layout.mask = positions, mask
         layout.whole_length, layout.last_position = whole_length, last_position
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
-            lengths = lengths.tolist()  # what follows pads to a multiple of ranks
+            lengths = lengths.tolist()  # documents after the last length are padding
             if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
                 raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
         return layout
@@ -149,21 +149,21 @@ class ShardingHooks:
         return check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected)
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Gives the base model the whole sequences' layout, and global position_ids."""
+        """Gives the base model the whole sequences' layout and global position_ids."""
         layout = self.layout
-        if layout is None or layout.attended:  # called by itself, or once more
+        if layout is None or layout.attended:  # called by itself, or again
             layout = self._layout(args, kwargs)
         self.last_position = layout.last_position
         if kwargs.get("output_router_logits"):
             layout.balance = self.balance()
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = layout.position_ids
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # describe whole sequences
             kwargs.pop(name, None)
         return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
 
     def balance(self) -> Balance | None:
-        """Returns the loss that balances experts, if ranks can compute it. Raises ValueError if it is unknown."""
+        """Returns the loss that balances experts, if ranks can compute it. Raises ValueError if the loss is unknown."""
         if (found := Balance.of(self.model)) is None:
             raise ValueError(
                 "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
@@ -171,7 +171,7 @@ class ShardingHooks:
         return found
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Gives a rotary embedding the last position of the whole sequence besides this rank's."""
+        """Gives a rotary embedding the last position of the whole sequence in addition to this rank's positions."""
         positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
         last = positions.new_full((*positions.shape[:-1], 1), self.last_position)
         return args[:1], kwargs | {"position_ids": torch.cat([positions, last], -1)}
@@ -186,7 +186,7 @@ class ShardingHooks:
             raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
+        """Returns the output, a dict or a tuple, with a loss that must be reduced before its backward."""
         size, balance, is_tuple = self.sp_group.size, self.layout.balance, isinstance(output, tuple)
         if size == 1:
             return output
@@ -206,7 +206,7 @@ class ShardingHooks:
         return output
 
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Forgets the layout of the forward that ends."""
+        """Drops the layout when the forward ends."""
         self.layout = None
 
 
@@ -215,7 +215,7 @@ def _labelled(kwargs: dict[str, Any]) -> bool:
 
 
 def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
-    """Raises ValueError for arguments that are not of a shard [batch, local]."""
+    """Raises ValueError for arguments that do not belong to a shard [batch, local]."""
     if cache_in(kwargs) is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")

@@ -1,4 +1,4 @@
-"""Hidden states and logits of whole sequences as one tensor, of which each rank holds the rows of its tokens.
+"""Hidden states and logits of whole sequences as one tensor, of which each rank holds the rows of its own tokens.
 
     text model ── rows [n, K] ── TokenShard [B, S, K] ── slices, casts, projections ── TokenShard [..., V]
                                           └─ any other function: one all-gather, [B, S, K] on every rank
@@ -34,9 +34,10 @@ _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
 class TokenShard(Tensor):
-    """Values [..., K] of tokens, of which this rank holds the `rows` [n, K] of its own, see `Owners`.
+    """Values [..., K] of tokens. This rank holds only the `rows` [n, K] of its own tokens, see `Owners`.
 
-    The rows of a gradient are this rank's part of the sum over ranks, times their number, since reducers average.
+    The rows of a gradient are this rank's part of the sum over ranks, multiplied by the number of ranks, because
+    reducers average.
     """
 
     @staticmethod
@@ -48,15 +49,15 @@ class TokenShard(Tensor):
         self.rows, self.owners, self.is_gradient = rows.detach(), owners, is_gradient
 
     def _held(self) -> Tensor:
-        """Returns this rank's rows, connected to the graph if gradients are recorded."""
+        """Returns this rank's rows, connected to the graph if autograd records."""
         return _Rows.apply(self) if torch.is_grad_enabled() and self.requires_grad else self.rows
 
     def connected_rows(self) -> Tensor:
-        """Returns one row for each of this rank's tokens [n, K], connected to the graph if gradients are recorded."""
+        """Returns one row for each of this rank's tokens [n, K], connected to the graph if autograd records."""
         return of_tokens(self._held(), self.owners)
 
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
-        """Returns function(rows, ...) as values of the same tokens. The function treats each row by itself; it also
+        """Returns function(rows, ...) as values of the same tokens. The function must treat each row by itself; it also
         gets this rank's rows of each tensor [..., *] in `along`."""
         if not along and not self._shows_few():
             return shared(function(self._held()), self.owners)
@@ -68,7 +69,7 @@ class TokenShard(Tensor):
         return index is not None and len(index) < len(self.rows)
 
     def own(self, values: Tensor) -> Tensor:
-        """Returns the rows of this rank's tokens of values [..., *] of the same tokens."""
+        """Returns the rows of this rank's tokens, from values [..., *] of the same tokens."""
         if not isinstance(values, TokenShard):
             return self.owners.own(values)
         is_own = values.owners == self.owners or values.owners == self.owners.by_token()
@@ -87,14 +88,14 @@ class TokenShard(Tensor):
         return self.owners.whole(self.rows) / self.owners.sp_group.size
 
     def gradient(self, of_whole: Tensor) -> "TokenShard":
-        """Returns a gradient of these values as a TokenShard with a row for each token. It may be given whole on every
-        rank, or as a TokenShard."""
+        """Returns a gradient of these values as a TokenShard with one row per token. The given gradient may be whole on
+        every rank, or a TokenShard."""
         by_token = TokenShard(self.rows, self.owners.by_token())
         rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, by_token)
         return TokenShard(rows, by_token.owners, is_gradient=True)
 
     def as_value(self) -> "TokenShard":
-        """Returns a gradient with the values that it has in one process; other values as they are."""
+        """Returns a gradient with the values that it has in one process; returns other values unchanged."""
         if not self.is_gradient:
             return self
         if self.owners.rows is not None:
@@ -112,7 +113,7 @@ class TokenShard(Tensor):
         if torch.compiler.is_compiling():
             raise RuntimeError("values whose tokens are spread over ranks cannot be compiled; pass their .whole()")
         first = args[0] if args else None
-        if function in ABOUT or isinstance(function, torch._ops.OpOverload):  # a dispatch mode calls the latter
+        if function in ABOUT or isinstance(function, torch._ops.OpOverload):  # dispatch modes call OpOverloads
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")
@@ -197,7 +198,7 @@ def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
 
 
 def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bool:
-    """Returns whether a function, given these arguments, computes each token's values [K] by themselves."""
+    """Returns whether a function, with these arguments, computes each token's values [K] by themselves."""
     shards = [each for each in args if isinstance(each, TokenShard)]
     if not shards or any(each.owners != shards[0].owners for each in shards):
         return False
@@ -209,7 +210,7 @@ def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bo
         return False
     if name in _OVER_LAST:
         return not plain and _dim_of(args, kwargs) in (-1, shards[0].dim() - 1, [-1], (-1,))
-    along = [each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain]  # of K, or of tokens
+    along = [each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain]  # [K], or one per token
     return name in _ELEMENTWISE and all(along) and (name != "to" or isinstance(args[0], TokenShard))
 
 
@@ -220,16 +221,16 @@ def _dim_of(args: tuple, kwargs: dict) -> Any:
 def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tensor:
     """Computes this rank's rows of the function's result for all tokens."""
     like = next(each for each in args if isinstance(each, TokenShard))
-    if name in _OVER_LAST:  # rows [n, K] may have other dimensions than the tokens' values
+    if name in _OVER_LAST:  # rows [n, K] may have another number of dimensions
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
     mapped = args[:1] if function in _WITH_WEIGHTS else args
     along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
     own, owners = like.own, like.owners.by_token()
-    if like.owners.rows is not None and not along and not like._shows_few():  # compute rows that tokens share once
+    if like.owners.rows is not None and not along and not like._shows_few():  # compute shared rows once
         own, owners = TokenShard._held, like.owners
     of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
     rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]
-    if name == "dropout" and owners.rows is None:  # so that every rank draws as many random numbers
+    if name == "dropout" and owners.rows is None:  # so that every rank draws equally many random numbers
         missing = max(map(len, owners.places(like.device))) - len(rows[0])
         found = function(F.pad(rows[0], (0, 0, 0, missing)), *rows[1:], **kwargs)[: len(rows[0])]
         return shared(found, owners)
@@ -250,7 +251,8 @@ def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tenso
 
 
 def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
-    """Returns the rows of a gradient of `like`: a TokenShard, or an object with its `owners` and as many `rows`."""
+    """Returns the rows of a gradient of `like`, which is a TokenShard or an object with the same `owners` and number of
+    `rows`."""
     owners = like.owners
     if isinstance(gradient, TokenShard) and gradient.is_gradient:
         return gradient.rows if gradient.owners.rows is not None else owners.summed(gradient.rows, len(like.rows))
@@ -259,7 +261,7 @@ def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """From this rank's rows to the TokenShard."""
+    """Makes the TokenShard from this rank's rows."""
 
     seqtile_of_all_ranks = True
 
@@ -275,7 +277,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """From the TokenShard to this rank's rows."""
+    """Returns this rank's rows of the TokenShard."""
 
     @staticmethod
     def forward(node, shard: TokenShard) -> Tensor:

@@ -1,7 +1,7 @@
 """Trainers over ranks that share sequences: Hugging Face's Trainer, TRL's, and their subclasses.
 
-All ranks of a group get the same batches and compute the same loss, as if they were one process. So a trainer must see
-groups instead of ranks where it distributes samples, counts processes or gathers their values; nothing else changes.
+All ranks of a group get the same batches and compute the same loss, as if they were one process. A trainer must
+therefore see groups instead of ranks when it distributes samples, counts processes or gathers their values.
 """
 
 import sys
@@ -28,14 +28,15 @@ _sharing: ContextVar["_Groups | None"] = ContextVar("sharing", default=None)
 
 class SequenceParallelTrainerMixin:
     """Lets Hugging Face's Trainer, one of TRL's, or a subclass train on sequences that ranks share. Put it before the
-    trainer, `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`; then `MyTrainer(..., sequence_parallel=ctx)`.
+    trainer, `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`; then call `MyTrainer(...,
+    sequence_parallel=ctx)`.
 
-    It shards the trainer's models, also its reference model and teacher, by `apply_ulysses(batches="whole")`. Samples
-    per step, epochs, losses, metrics, logs and updates are those of `size` times fewer ranks. All ranks of a group use
-    the completions that its first rank samples.
+    It applies `apply_ulysses(batches="whole")` to the trainer's models, including its reference model and teacher.
+    Samples per step, epochs, losses, metrics, logs and updates are those of `size` times fewer ranks. All ranks of a
+    group use the completions that the group's first rank samples.
 
-    Raises ValueError for what would change the result: NEFTune's noise, whose size depends on the length of a shard; a
-    loader that dispatches batches; and a generation batch that does not divide among the groups.
+    Raises ValueError for settings that would change the result: NEFTune's noise, whose size depends on the length of a
+    shard; a loader that dispatches batches; and a generation batch that does not divide among the groups.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
@@ -73,7 +74,7 @@ class SequenceParallelTrainerMixin:
 
     @contextmanager
     def _generations_of_groups(self) -> Iterator[None]:
-        """Shows TRL's sampler how many completions the groups generate at a time."""
+        """Tells TRL's sampler how many completions the groups generate at a time."""
         of_ranks, size = getattr(self.args, "generation_batch_size", None), self.sequence_parallel.size
         if of_ranks is None:
             yield
@@ -101,7 +102,7 @@ class SequenceParallelTrainerMixin:
             return super().prediction_step(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Overrides TRL's: returns what the first rank of the group has sampled."""
+        """Overrides TRL's method: returns the completions that the first rank of the group has sampled."""
         found = [super()._generate(*args, **kwargs)]
         dist.broadcast_object_list(
             found, group=self.sequence_parallel.group, group_src=0, device=self.accelerator.device
@@ -128,13 +129,13 @@ class _Groups:
             _sharing.reset(token)
 
     def once_a_group(self, gathered: Any) -> Any:
-        """Returns the parts of the groups' first ranks, out of gathered tensors [ranks * n, ...]."""
+        """Returns the parts of the groups' first ranks from gathered tensors [ranks * n, ...]."""
         ranks = dist.get_world_size()
         return tree_map_only(Tensor, lambda x: x.unflatten(0, (ranks, -1))[self.first_ranks].flatten(0, 1), gathered)
 
     def take(self, accelerator: Any) -> None:
         """Makes an Accelerator count groups instead of processes. Raises ValueError if it does not see all processes,
-        since then nothing averages gradients."""
+        because then nothing averages gradients."""
         seen, ranks = accelerator.num_processes, dist.get_world_size()
         if seen != ranks:
             raise ValueError(
@@ -145,7 +146,7 @@ class _Groups:
 
         class OfGroups(type(accelerator)):
             counts_ranks = False
-            """True while DeepSpeed is configured, which counts ranks."""
+            """True while DeepSpeed, which counts ranks, is configured."""
 
             @property
             def num_processes(self) -> int:
@@ -182,8 +183,8 @@ class _Groups:
 
 
 def _gather_by_groups(module: Any) -> None:
-    """Makes Accelerate's gathering functions, as `module` imports them, take values once from each group while a step
-    of such a trainer runs."""
+    """Makes Accelerate's gathering functions, as imported by `module`, take values once per group while a step of such
+    a trainer runs."""
     from accelerate import utils
 
     for name, by_groups in (("gather", _gather), ("gather_object", _gather_object)):

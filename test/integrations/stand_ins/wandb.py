@@ -1,1 +1,1 @@
-"""Stands in for the package that Axolotl imports and, unless asked to, does not use."""
+"""Replaces the package that Axolotl imports and by default does not use."""

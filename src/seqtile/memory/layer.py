@@ -1,7 +1,7 @@
 """Counts the bytes alive while a layer is recomputed and differentiated, at each moment at which memory may peak.
 
 `test/memory/test_against_simulation.py` compares the counts with every allocation of simulated steps, to 5 %. The sums
-follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in float32,
+follow the code of Hugging Face, `seqtile.ops` and `seqtile.sp`. FlashAttention-2's workspace is added: dq in float32,
 and dk and dv for every query head if heads share keys. `step` counts tensors outside of the layer. All numbers are
 bytes of one GPU, for its tokens. Every layer is checkpointed and keeps only its input between forward and backward.
 
@@ -277,8 +277,9 @@ class Layer:
         return count * self.cast * self.setup.full if self.setup.autocast else self.hidden
 
     def _mlp(self, chunked: bool) -> ModuleBytes:
-        """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger recomputes it. If
-        chunked: weight gradients summed in float32, their rounded copies, the gradients of input and output."""
+        """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger recomputes it. In
+        chunks: these of one chunk, weight gradients summed in float32, their rounded copies, the gradient of the input,
+        and that of the output if it is another tensor. For a layer tiled as a whole see `_tiled`."""
         arch, shape, setup = self.shape.arch, self.shape, self.setup
         rows = self.mlp_chunk if chunked else self.tokens
         inner = rows * shape.mlp * setup.bytes

@@ -1,9 +1,8 @@
 """The tiled forwards of MLPs: of a gated MLP module, and of a mixture's experts.
 
-A gated MLP is known by its forward's source, see forms.py. Any other module that makes something of each token by
-itself runs in chunks. A mixture's experts are given the tokens together with their routes; the router stays
-as it is, over the whole sequence: its logits are small, and so every token goes where it would go untiled, and what is
-recorded of them for the balancing loss is what Hugging Face records.
+A gated MLP is recognised by its forward's source, see forms.py. Any other module that treats each token alone runs in
+chunks. A mixture's experts get each token with its route. The router stays untiled, over the whole sequence: its logits
+are small, every token takes the route that it would take untiled, and the balancing loss gets the same logits.
 """
 
 from collections.abc import Callable
@@ -164,6 +163,7 @@ def mlp_verdict(mlp: nn.Module) -> Verdict:
 
 
 def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
+    """Decides whether an MLP is fused, or runs in chunks for the reason that `mlp_unfused_reason` gives."""
     reason = mlp_unfused_reason(mlp, form, dtype)
     how = "fused" if reason is None else "chunked"
     in_chunks = () if reason is None else (InChunks(mlp=mlp),)
@@ -172,8 +172,8 @@ def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) 
 
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
-    """Says why an MLP is not fused, given its form, or its forward if it has none, and the dtype of its products if
-    known."""
+    """Says why an MLP is not fused; None if it is. `form`: its form, or its forward if the form is unknown. `dtype`: of
+    its matrix products, None if unknown."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
     if (reason := process_unfused_reason()) is not None:

@@ -232,8 +232,8 @@ def place(
     already tiled the same way. `part` names what is tiled. Modules of one class share one derived class, which is added
     to `classes`.
 
-    A tiled forward on the module's class does not count as one on the module, so restoring the class leaves the module
-    tiled.
+    A module gets a tiled forward of its own even if its class has one; restoring the class leaves the module tiled. A
+    forward that was set on the module itself is removed, and put back by `unplace`.
     """
     there, before, mine = placement_at(owner), own_forward(owner), _placed_at(owner)
     if there is not None and there.is_of(options) and there.part == part and (there is mine or before is not None):

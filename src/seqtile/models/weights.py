@@ -94,7 +94,8 @@ def process_unfused_reason() -> str | None:
 
 
 def module_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
-    """Says why calling `module` does not run just its class's forward. For `recording` see `call_unfused_reason`."""
+    """Says what else than its class's forward runs when `module` is called; None if nothing does. For `recording` see
+    `call_unfused_reason`."""
     if "forward" in vars(module):
         return "has a forward of its own, such as Accelerate's device_map gives it"
     return call_unfused_reason(module, recording=recording)

@@ -67,8 +67,8 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
 def parts_of(
     batch: dict[str, Any], ranks: Sequence[int], size: int, batch_hash: Tensor | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the shards of a whole batch for these ranks of `size`, with all the extra values that a shard needs.
-    `batch_hash`: the batch's hash, if already known."""
+    """Cuts a whole batch into `size` equal runs of tokens, wherever its documents end, and returns the shards of
+    `ranks`, each with position_ids, shift_labels, num_items_in_batch and the batch's hash (`batch_hash`, if known)."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     if BATCH_HASH in batch:

@@ -106,8 +106,8 @@ def layout_of(
     """Returns the layout of the batch that the ranks of a group hold together. `position_ids` [B or 1, S] (or
     [3 or 4, B, S] with several axes) and the attention mask [B, S] are this rank's, with the same shape on every rank.
 
-    As in Hugging Face, without a mask a document starts where positions restart. If position_ids have four axes, the
-    first one, the text's, decides.
+    As in Hugging Face, without a mask a document starts where a position is not its predecessor plus 1. If position_ids
+    have four axes, the first one, the text's, decides; if they have three, a row is one document.
 
     One or two small collectives and one wait for the device, once per forward. Raises ValueError on every rank for a
     mask with a hole, or a mask over several documents.

@@ -1,9 +1,9 @@
 """A decoder layer of Llama's shape, everything but attention chunk by chunk, and attention by groups of heads.
 
-Only attention mixes tokens. So norms, projections, rotary embedding, residuals and MLP run in chunks, and what is kept
-of a layer is its input, and what attention saves. With groups, queries, keys and values, and their gradients, exist for
-one group of kv heads at a time: the layer keeps what attention saves, except queries, keys and values: its backward
-computes these again.
+Only attention mixes tokens. So norms, projections, rotary embedding, residuals and MLP run in chunks. For the backward
+a layer keeps its input and the tensors that attention saves. With groups, queries, keys and values, and their
+gradients, exist for one group of kv heads at a time; the layer does not keep q, k and v, its backward computes them
+again.
 
     x ─┬─ AttentionFunction ───── x, attn_output by groups ─ SaveEarlyFunction ─ PostAttentionFunction ─ y
        owns norm, q, k, v and o                           saves both          owns norm, gate, up and down
@@ -11,8 +11,8 @@ computes these again.
 Once one node has returned a parameter's gradient, no other node reads that parameter. An optimizer may therefore step
 during the backward.
 
-FLOPs: under non-reentrant checkpointing those of the untiled layer, since the recomputation ends at the second node:
-neither the output projection nor the MLP runs again before the backward does it. If queries and keys have norms per
+FLOPs: those of the untiled layer under non-reentrant checkpointing, since the recomputation ends at the second node:
+only the backward runs the output projection and the MLP again. If queries and keys have norms per
 head, the backward projects them once more. With groups, it projects queries, keys and values once more, with or without
 such norms.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, 3; the groups are in neither.

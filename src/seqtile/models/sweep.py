@@ -87,7 +87,8 @@ def _embedded(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def _checkpointed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # the new name first
+    switch({"use_reentrant": False})
     return inputs
 
 

@@ -68,7 +68,7 @@ def cross_entropy_(
             sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies) with respect to the capped logits'
             argument, times `temperature`. The caller still has to multiply it by logit_scale / temperature (for the
             bias, by 1 / temperature). Without `write_grad` it does not change.
-        target: [C] int64. A row whose target is outside [0, V) is filled with NaN; nothing out of bounds is read.
+        target: [C] int64. The outputs of a row whose target is outside [0, V) are NaN; nothing out of bounds is read.
         losses: [C] float32, **written**: with w = class_weight and s = label_smoothing,
             (1 - s) w[target] (lse - x[target]) + s / V * sum(w (lse - x)) + z_loss * lse**2.
         vectors: the fields of `RowVectors`.

@@ -68,7 +68,7 @@ def _rms_norm_backward_kernel(
         normed = x * scale
         if d_weight_ptr is not None:
             d_weight += d_normed * normed
-        # Load the weight in every round, from the cache: in registers it would displace wide rows.
+        # Load the weight in every round, from the cache: kept in registers, it would make wide rows spill.
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         d_normed *= weight[None, :]
         d_x = scale * (d_normed - normed * (tl.sum(d_normed * normed, 1) / width)[:, None])

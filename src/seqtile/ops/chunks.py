@@ -7,8 +7,8 @@ independent of free memory.
 
 - C >= D keeps the memory traffic of the weights below that of the activations (Mini-Sequence Transformer, 3.4): a chunk
   of C tokens reads D * M weights and C * (D + M) activations.
-- C >= 2048 keeps small models compute-bound: a chunk also reads and writes its fp32 weight gradient once, 8 bytes for 2
-  * C FLOP. At 2048 tokens that is 512 FLOP per byte, about three times what an H200 needs.
+- C >= 2048 keeps small models compute-bound: a chunk also reads and writes its fp32 weight gradient once, 8 bytes for
+  2 * C FLOP. At 2048 tokens that is 512 FLOP per byte, about three times what an H200 needs.
 
 At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk has 4096 tokens: 112 MiB per tensor in the MLP, 1.0 GiB of
 logits.

@@ -1,9 +1,9 @@
 """Computes Llama's gated MLP, down(act(gate(x)) * up(x)), chunk by chunk along the tokens.
 
 Only x is saved. With u = 2 * T * D * M FLOP, the forward costs 3 u. The backward recomputes gate and up (2 u), never
-down, and adds 6 u. The sum, 11 u, equals the cost of an untiled MLP under activation checkpointing. Source: Arctic Long
-Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3. `save_early.py` describes how a checkpoint's
-recomputation skips the forward.
+down, and adds 6 u. The sum, 11 u, equals the cost of an untiled MLP under activation checkpointing.
+Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3. `save_early.py` describes
+how a checkpoint's recomputation skips the forward.
 """
 
 from collections.abc import Sequence

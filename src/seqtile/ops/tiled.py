@@ -1,8 +1,8 @@
-"""Computes any function that does not mix tokens chunk by chunk: a linear layer, a norm, an MLP with adapters.
+"""Computes a function that does not mix tokens, such as a norm or an MLP with adapters, chunk by chunk.
 
 The forward saves its inputs and no activation. The backward runs the function again on each chunk and differentiates it
-at once, so no tensor inside the function ever has the length of the sequence. Source: Arctic Long Sequence Training,
-3.1 (TiledCompute).
+at once, so no tensor inside the function ever has the length of the sequence.
+Source: Arctic Long Sequence Training, 3.1 (TiledCompute).
 
     forward    inputs [.., S, ..] --cut--> fn(chunk 0), fn(chunk 1), ...  --copied to--> outputs [.., S, ..]
     backward   for each chunk: fn(chunk) with a graph, torch.autograd.grad, gradients of

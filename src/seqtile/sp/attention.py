@@ -1,8 +1,8 @@
 """Attention over a sequence whose tokens are sharded over ranks: an all-to-all from tokens to heads, the model's own
 attention over whole sequences, and an all-to-all back.
 
-With `layer=True`, ops/decoder_layer/qkv.py starts the first all-to-all, once per group of heads. Source: Arctic Long
-Sequence Training, 3.2.
+With `layer=True`, ops/decoder_layer/qkv.py starts the first all-to-all, once per group of heads.
+Source: Arctic Long Sequence Training, 3.2.
 """
 
 import sys

@@ -7,8 +7,8 @@ cut, because the label of a shard's last token is in the next shard.
 
 `ShardedDataLoader`: ranks draw different samples, as in data parallelism. In a round every rank of the group draws one
 batch, cuts it, and sends each other rank its shard: one all-to-all of sizes and one of bytes. No rank ever holds
-another rank's whole batch. The group then trains on the round's batches one after the other. Source: Arctic Long
-Sequence Training, 4.2 and 4.3.
+another rank's whole batch. The group then trains on the round's batches one after the other.
+Source: Arctic Long Sequence Training, 4.2 and 4.3.
 """
 
 import io

@@ -2,7 +2,8 @@
 layers derive from that. Only position_ids and attention_mask determine it.
 
 First the ranks compare their data, so that none computes with shards of another batch: each shard carries a hash of the
-whole batch, and every forward compares the ranks' hashes. Source: Arctic Long Sequence Training, 3.4.
+whole batch, and every forward compares the ranks' hashes.
+Source: Arctic Long Sequence Training, 3.4.
 """
 
 from collections.abc import Callable, Mapping

@@ -287,7 +287,7 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
-    assert "seqtile, 2048 or 5461 tokens a chunk, 1 of 2 fused; 1 of 2 in chunks: " in str(seqtile.status(model))
+    assert "seqtile, 2048 or 5461 tokens a chunk, 1 of 2 fused; 1 of 2 chunked: " in str(seqtile.status(model))
     untiled = build("mixtral", max_position_embeddings=4200, num_hidden_layers=1)
     tiled = tiled_copy(untiled, layer=False, chunk_tokens=None, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)

@@ -140,7 +140,7 @@ def test_path(name: str, when: str) -> None:
     status = seqtile.status(tiled)
     assert (status.mlp.reason, status.loss.reason) == (mlp_reason, loss_reason)
     assert (status.mlp.tiled, status.loss.tiled) == (2, 1)
-    assert str(status).count("in chunks: ") == sum(r is not None for r in (mlp_reason, loss_reason))
+    assert str(status).count("chunked: ") == sum(r is not None for r in (mlp_reason, loss_reason))
     for batch in (batch_of(3, 101), batch_of(1, 30) | {"num_items_in_batch": torch.tensor(41)}):
         assert_same_step(tiled, untiled, batch)
         assert any(gradient is not None for gradient in gradients_of(untiled).values())
@@ -208,7 +208,7 @@ def test_computed_weights_of_experts_do_not_outlive_their_layer() -> None:
 
 def test_dropout_takes_the_other_way_while_training_only() -> None:
     _, tiled = pair(lora(*PROJECTIONS, lora_dropout=0.1), "llama", "after")
-    assert "2 of 2 in chunks: gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
+    assert "2 of 2 chunked: gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
     loss, gradients = loss_and_gradients(tiled, **batch_of(1, 101))
     assert loss.isfinite() and any(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
     assert seqtile.status(tiled.eval()).mlp.reason is None

@@ -236,7 +236,7 @@ def test_called_as_it_is(name: str, mode: str) -> None:
             return
         assert mode == "mlp" or status.layer.reason is not None
         if mode == "layer":  # whose attention's own call no chunk can make
-            assert ("in chunks" in str(status.layer)) == (module_call_reason() is None), status
+            assert ("chunked" in str(status.layer)) == (module_call_reason() is None), status
         truth = loss_and_gradients(untiled, **batch)
         assert_equal(loss_and_gradients(tiled, **batch), truth)
     if around is not nullcontext:

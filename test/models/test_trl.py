@@ -143,7 +143,9 @@ def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
     assert "on TRL's own head; apply_seqtile_to_trl() puts seqtile's there" in str(seqtile.status(model).loss)
     apply_seqtile_to_trl()
     try:
-        assert str(seqtile.status(model).loss) == "TRL's trainer computes it, on seqtile's head (by apply_seqtile_to_trl)"
+        assert (
+            str(seqtile.status(model).loss) == "TRL's trainer computes it, on seqtile's head (by apply_seqtile_to_trl)"
+        )
     finally:
         restore_trl()
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, loss=False)

@@ -22,7 +22,9 @@ FEATURES = {
     "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),
     "host": Feature({"offload": ("activations",)}, "layer inputs in host memory", "copied while layers compute"),
     "groups": Feature(
-        {"tiles": TILES, "head_groups": "auto"}, "attention by groups of heads", "1 % more matrix products at 128K tokens"
+        {"tiles": TILES, "head_groups": "auto"},
+        "attention by groups of heads",
+        "1 % more matrix products at 128K tokens",
     ),
     "Liger": Feature({"liger": True}),
 }

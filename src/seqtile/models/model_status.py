@@ -88,14 +88,14 @@ class PrefixStatus:
     batch_tokens: int
     """The tokens of the last batch, with padding; 0 before the first."""
     saved_tokens: int
-    """How many of them were saved."""
+    """How many of them were spared: not computed again."""
     reason: str | None = None
-    """Why none was saved, if none was."""
+    """Why none was spared, if none was."""
 
     def __str__(self) -> str:
         text = f"shared prefixes of at least {self.min_tokens} tokens are computed once"
         if self.batch_tokens:
-            text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were saved"
+            text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were spared"
             text += f": {self.reason}" if self.reason else ""
         return text
 

@@ -165,6 +165,8 @@ def plan(asked: PlanOptions) -> None:
 def check(asked: CheckOptions) -> None:
     """Tries a small copy of a model: which parts can be tiled, and whether each computes the same.
 
+    Takes half a minute to a few minutes, by the machine and its load; --no-variants takes less.
+
     Exits with 1 if a part computes something else when tiled.
     """
     from seqtile.recipes.check import check as run  # slow to import

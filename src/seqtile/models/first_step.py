@@ -143,8 +143,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         )
     gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
-    of = "" if MADE_UP in batch.left_out else " of the batch"
-    return f"the loss and {gradients} equal the untiled model's up to rounding, on {tokens} tokens{of}{left_out}"
+    tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
+    return f"the loss and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
 
 
 def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from seqtile.protocols import SHARDED
 
 TOKENS, ROWS, FEWEST = 28, 2, 6
 IGNORED = -100
-MADE_UP = "its own tokens, too few a row: made-up ones instead"
+MADE_UP = f"its own tokens, fewer than {FEWEST} a row"
 # Arguments that belong to the whole batch or a cache: a model computes them anew for the shorter batch.
 _OF_THE_WHOLE = {"cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 

@@ -77,6 +77,11 @@ def signature_of(options: type) -> inspect.Signature:
     return inspect.Signature(found)
 
 
+def of_output(**given: Any) -> Console:
+    """Returns a console of stdout; in a file or a pipe, which have no width, so wide that it cuts nothing off."""
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200, **given)
+
+
 @contextmanager
 def errors_printed(console: Console) -> Iterator[None]:
     """Ends the command with 1 for an error that has a sentence for the user, with 130 for Ctrl-C."""
@@ -146,7 +151,7 @@ def plan(asked: PlanOptions) -> None:
         raise typer.BadParameter(
             "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
         )
-    console = Console(soft_wrap=True)
+    console = of_output()
     with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
         found = forecast(asked, status.update)
     if asked.as_json:
@@ -161,12 +166,14 @@ def plan(asked: PlanOptions) -> None:
 def check(asked: CheckOptions) -> None:
     """Tries a small copy of a model: which parts can be tiled, and whether each computes the same.
 
+    Takes half a minute to a few minutes, by the machine and its load; --no-variants takes less.
+
     Exits with 1 if a part computes something else when tiled.
     """
     from seqtile.recipes.check import check as run  # slow to import
     from seqtile.recipes.check import print_report
 
-    console = Console(soft_wrap=True)
+    console = of_output()
     with errors_printed(console):
         report = run(asked)
     if asked.as_json:
@@ -187,8 +194,8 @@ def probe(
 
     Exits with 1 if seqtile itself is wrong.
     """
-    console = Console(soft_wrap=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that the probe's processes are ended
+    console = of_output(highlight=False)
     with errors_printed(console), Console(stderr=True).status("") as status:
         rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
     if as_json:

@@ -237,6 +237,16 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
     assert torch.equal(checked.count, torch.zeros(3))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [(61, "on 28 tokens of the batch"), (4, "on 28 made-up tokens (left out: its own tokens, fewer")],
+)
+def test_it_says_what_was_compared(tokens: int, said: str) -> None:
+    model = tiled_copy(build("llama"))
+    model(**batch_of(1, tokens))
+    assert said in outcome_of(model)
+
+
 def test_nothing_is_compared_without_values_or_with_a_compiler() -> None:
     model = build("llama")
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)

@@ -14,6 +14,7 @@ from transformers import Trainer
 import seqtile
 import seqtile.models.loss
 import seqtile.models.mlp
+from seqtile.integrations.trl import apply_seqtile_to_trl, restore_trl
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, gentle, modeling_restored, tiled_copy
 from support.trainers import Run, assert_same_training, run
@@ -139,6 +140,14 @@ def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the forward of LlamaForCausalLM is from trl"):
         seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert seqtile.status(model).mlp.tiled == 0
+    assert "on TRL's own head; apply_seqtile_to_trl() puts seqtile's there" in str(seqtile.status(model).loss)
+    apply_seqtile_to_trl()
+    try:
+        assert (
+            str(seqtile.status(model).loss) == "TRL's trainer computes it, on seqtile's head (by apply_seqtile_to_trl)"
+        )
+    finally:
+        restore_trl()
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, loss=False)
     assert seqtile.status(model).mlp.tiled == 2
     assert_same_training(run(late), theirs)

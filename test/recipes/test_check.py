@@ -90,6 +90,8 @@ def test_a_model_that_differs() -> None:
     result = check("diffllama")
     assert result.exit_code == 1
     assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
+    assert "what is refused or left untiled trains as before" in result.stdout
+    assert "heads by group" not in result.stdout, "a column that would be empty"
     assert "loss" in result.stdout and "mlp" in result.stdout
 
 
@@ -117,6 +119,8 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
 def test_with_its_own_weights(tmp_path: Path) -> None:
     LlamaForCausalLM(small_config(LlamaConfig())).save_pretrained(tmp_path)
     assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"fused"}
+    shown = check(tmp_path, "--full").stdout
+    assert "heads by group" in shown and "trains as before" not in shown
 
 
 AUTO = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}

@@ -1,5 +1,6 @@
 """`seqtile plan`: its output, and that it needs neither torch nor a network."""
 
+import ast
 import inspect
 import json
 import re
@@ -61,7 +62,7 @@ def test_layers_tiled_as_a_whole() -> None:
     assert [rung["head_groups"] for rung in found["longest"]][-2:] == [None, 4]
     assert found["plan"]["setup"]["head_groups"] == 4 and "layer" in found["plan"]["setup"]["tiles"]
     assert found["plan"]["seq_len"] == found["longest"][-1]["tokens"] < groups.tokens
-    assert found["turn_on"][1] == "seqtile.apply_seqtile(model, layer=True, head_groups=4)"
+    assert "seqtile.apply_seqtile(model, layer=True, head_groups=4)" in found["turn_on"]
 
 
 def test_what_does_not_fit() -> None:
@@ -208,3 +209,34 @@ def test_a_length_beyond_the_configuration() -> None:
     note = "note: it is configured for 8,192 positions at most"
     assert note in said("google/gemma-2-9b", "--gpus", "8", "--seq-len", "9000")
     assert note not in said("google/gemma-2-9b", "--gpus", "8", "--seq-len", "8192")
+
+
+def test_lines_to_turn_on_are_a_script(tmp_path: Path) -> None:
+    """Each name in them is imported in them, and the model is named as it was asked for."""
+    for arguments in (
+        ("--gpus", "4", "--lora-rank", "8", "--load-in-4bit"),
+        ("--gpus", "4", "--layer", "--autocast", "--seq-len", "9000"),
+        ("--only", "loss,Liger", "--offload", "weights"),
+    ):
+        lines = json.loads(said(LLAMA, *arguments, "--offload", "optimizer", "--json"))["turn_on"]
+        nodes = list(ast.walk(ast.parse("\n".join(lines))))
+        known = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        assert not {node.id for node in nodes if isinstance(node, ast.Name)} - known, lines
+        assert any(f'from_pretrained("{LLAMA}"' in line for line in lines)
+    assert f'from_pretrained("{tmp_path}"' in said(f"{config_file(tmp_path, 'llama')}/config.json")
+
+
+def test_whole_layers_that_were_asked_for_keep_their_inputs_on_the_host() -> None:
+    options = (LLAMA, "--lora-rank", "8", "--seq-len", "9000", "--layer")
+    note = "note: whole layers are planned with their inputs in host memory"
+    assert note in said(*options) and note not in said(*options, "--only", "loss,MLP") + said(*options[:-1])
+    assert json.loads(said(*options, "--json"))["plan"]["setup"]["offload"] == ["activations"]
+
+
+def test_nothing_is_cut_off_in_a_pipe(tmp_path: Path) -> None:
+    tiny = config_file(tmp_path, "llama")
+    text = said(tiny, "--gpu-memory", "8000", "--host-memory", "100000")
+    longest = max(found.tokens for _, found in memory.ladder(tiny, gpu_memory_gib=8000, host_memory_gib=100_000))
+    assert longest > 1e8 and f"{longest:,}" in text and "…" not in text
+    assert re.search(r": \d+ thousand parameters", text)

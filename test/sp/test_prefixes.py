@@ -167,7 +167,7 @@ def test_status_says_why_nothing_was_saved() -> None:
     """For the last batch, whatever came before it."""
     model, batch = sharing(build("llama")).eval(), groups()
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    one, last = {name: value[:1] for name, value in given.items()}, "in the last batch 0 of 324 tokens were saved: "
+    one, last = {name: value[:1] for name, value in given.items()}, "in the last batch 0 of 324 tokens were reused: "
     assert "last batch" not in str(seqtile.status(model))
     cache = model(**given, use_cache=True).past_key_values
     assert last + "use_cache=True" in str(seqtile.status(model))
@@ -176,9 +176,9 @@ def test_status_says_why_nothing_was_saved() -> None:
     model(**given, output_attentions=True)
     assert last + "output_attentions=True" in str(seqtile.status(model))
     model(**one)
-    assert "in the last batch 0 of 54 tokens were saved: it has one row" in str(seqtile.status(model))
+    assert "in the last batch 0 of 54 tokens were reused: it has one row" in str(seqtile.status(model))
     model(input_ids=batch["input_ids"][:, :1], past_key_values=cache)
-    assert "0 of 6 tokens were saved: a cache was given" in str(seqtile.status(model))
+    assert "0 of 6 tokens were reused: a cache was given" in str(seqtile.status(model))
     model(inputs_embeds=torch.zeros(6, 54, model.config.hidden_size, requires_grad=True))
     assert last + "inputs require a gradient, each row its own" in str(seqtile.status(model))
     seqtile.share_prefixes(model, 50)

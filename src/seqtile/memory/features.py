@@ -19,11 +19,13 @@ class Feature(NamedTuple):
 FEATURES = {
     "nothing": Feature({"tiles": ()}),
     "loss": Feature({"tiles": ("loss",)}),
-    "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more products"),
-    "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more products"),
+    "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matrix products"),
+    "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),
     "host": Feature({"offload": ("activations",)}, "layer inputs in host memory", "copied while layers compute"),
     "groups": Feature(
-        {"tiles": TILES, "head_groups": "auto"}, "attention by groups of heads", "1 % more products at 128K tokens"
+        {"tiles": TILES, "head_groups": "auto"},
+        "attention by groups of heads",
+        "1 % more matrix products at 128K tokens",
     ),
     "Liger": Feature({"liger": True}),
 }

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from seqtile.models.difference import Difference, brief, difference, precision_of
 from seqtile.models.placement import Options, name_of
 from seqtile.models.replaced import hook_reason, sizes_of
-from seqtile.models.trial_batch import TrialBatch, trial_batch
+from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
@@ -144,7 +144,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         )
     gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
-    return f"the loss and {gradients} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
+    tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
+    return f"the loss and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
 
 
 def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:

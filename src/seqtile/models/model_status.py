@@ -1,5 +1,6 @@
 """What is tiled in a model, by which package, and what another library took back."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,10 +61,10 @@ class PartStatus:
             if self.wrappers:
                 text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
         else:
-            text = f"not tiled: {', '.join(self.others)}"
+            text = _of_trl() if self.others == ("trl",) else f"not tiled: {', '.join(self.others)}"
         if self.refused:
             text += f"; {self.refused} of {self.total} left untiled, see the notes"
-        if self.applied and self.tiled + self.refused < self.total:
+        if self.applied and self.tiled + self.refused < self.total and self.others != ("trl",):
             takers = [package for package in self.others if package != "transformers"]
             reason = "it was not built of the tiled classes"
             if takers:  # Liger takes a forward back; that of another package is a subclass's own
@@ -87,14 +88,14 @@ class PrefixStatus:
     batch_tokens: int
     """The tokens of the last batch, with padding; 0 before the first."""
     saved_tokens: int
-    """How many of them were saved."""
+    """How many of them were reused: computed once, for several rows."""
     reason: str | None = None
-    """Why none was saved, if none was."""
+    """Why none was reused, if none was."""
 
     def __str__(self) -> str:
         text = f"shared prefixes of at least {self.min_tokens} tokens are computed once"
         if self.batch_tokens:
-            text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were saved"
+            text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were reused"
             text += f": {self.reason}" if self.reason else ""
         return text
 
@@ -151,15 +152,23 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if mlp.tiled:
         lengths = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"
-        yield f"a sequence of at most {lengths} tokens fits in a chunk: its {parts} run untiled"
+        yield f"a batch of at most {lengths} tokens is one chunk: there the {parts} run untiled, as without seqtile"
     is_cacheless = any(part is not None and part.tiled for part in (loss, layer))
     if is_cacheless and getattr(model.config.get_text_config(), "use_cache", False):
         yield (
-            "the config asks for a cache: in training none is made unless one is given, so packed documents are told "
-            "apart by their positions, as with use_cache=False"
+            "the config says use_cache=True, but a training step makes no cache of keys and values unless you pass "
+            "one; so packed documents are kept apart by their position_ids, as with use_cache=False"
         )
     if layer is not None and layer.tiled and not is_checkpointed(model):
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
+
+
+def _of_trl() -> str:
+    """Says who computes the loss of a model that a trainer of TRL has wrapped."""
+    head = getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
+    if head is not None and type(head).__module__.startswith("seqtile."):
+        return "TRL's trainer computes it, on seqtile's head (by apply_seqtile_to_trl)"
+    return "TRL's trainer computes it, on TRL's own head; apply_seqtile_to_trl() puts seqtile's there"
 
 
 def part_status(model: nn.Module, *parts: Part) -> PartStatus:

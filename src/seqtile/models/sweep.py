@@ -87,7 +87,9 @@ def _embedded(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def _checkpointed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # the new name first
+    switch = getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )  # the new name first
     switch({"use_reentrant": False})
     return inputs
 

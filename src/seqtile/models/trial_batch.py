@@ -11,6 +11,7 @@ from seqtile.protocols import SHARDED
 
 TOKENS, ROWS, FEWEST = 28, 2, 6
 IGNORED = -100
+MADE_UP = f"its own tokens, fewer than {FEWEST} a row"
 # Arguments that belong to the whole batch or a cache: a model computes them anew for the shorter batch.
 _OF_THE_WHOLE = {"cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
@@ -37,9 +38,7 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None or tokens.shape[1] < FEWEST:
         ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
-        return TrialBatch(
-            {"input_ids": ids, "labels": ids}, ids.shape, ["its tokens, too few a row: made-up ones instead"]
-        )
+        return TrialBatch({"input_ids": ids, "labels": ids}, ids.shape, [MADE_UP])
     rows = torch.tensor(sorted({0, tokens.shape[0] - 1})[:ROWS])
     columns = _columns(given, tokens.shape[1])
     cut = {name: _cut(value, rows, columns, tokens.shape[:2]) for name, value in given.items()}

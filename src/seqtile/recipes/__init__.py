@@ -109,7 +109,9 @@ class CheckOptions:
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
     full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
     trust_remote_code: bool = option(False, "Run the code that comes with the model.")
-    variants: bool = option(True, "Also try other config values, and packed, padded and other batches; takes seconds.")
+    variants: bool = option(
+        True, "Also try other config values, and packed, padded and other batches; takes minutes on a busy machine."
+    )
     as_json: bool = option(False, "Print JSON.", "--json")
 
 

@@ -169,17 +169,26 @@ def _cost(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    table = Table("part", "modules", "tiled", "groups", "error", "untiled", "work", "peak", box=None, header_style="")
+    columns = ["part", "modules", "tiled", "heads by group", "error tiled", "error untiled", "work", "peak"]
+    if not any(line.head_groups for line in report.lines):
+        columns.remove("heads by group")
+    table = Table(*columns, box=None, header_style="")
     for line in report.lines:
         ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (line.flops, line.peak))
-        groups = "yes" if line.head_groups else ""
+        groups = [] if "heads by group" not in columns else ["yes" if line.head_groups else ""]
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
-        table.add_row(line.part, f"{line.count} {line.module}", line.how, groups, *errors, *ratios)
-    title = f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model,\n"
-    console.print(f"{title}work and peak of a step of {report.tokens:,} tokens")
+        table.add_row(line.part, f"{line.count} {line.module}", line.how, *groups, *errors, *ratios)
+    console.print(f"{report.model}, a small copy of it, each part tiled by itself")
     console.print(table)
+    console.print(
+        "tiled: fused, computed from the weights; chunked, its own forward run once a chunk; refused, left untiled\n"
+        "error tiled, error untiled: largest relative error of the loss or a gradient against float64\n"
+        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, over the untiled model's"
+    )
     said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
-    said += [f"left untiled: {reason}" for reason in report.untiled]
+    said += [f"left untiled with layer=True, as without it: {reason}" for reason in report.untiled]
+    if any(line.how == "refused" for line in report.lines) or report.untiled:
+        said.append("what is refused or left untiled trains as before; nothing is to be done, the rest is tiled")
     if not any(line.part == LOSS.option for line in report.lines):
         said.append("the loss cannot be tiled: no head over a vocabulary")
     if report.variants:

@@ -1,5 +1,7 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -13,6 +15,7 @@ from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
 
 ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
+UNITS = ((1e9, 2, "billion"), (1e6, 0, "million"), (1e3, 0, "thousand"), (1, 0, ""))  # of a model's parameters
 MIN_SHARED = 256  # tokens: the default min_tokens of `share_prefixes`
 
 
@@ -39,7 +42,9 @@ class PlanOptions:
     load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
     accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
-    layer: bool = option(False, "Tile whole layers, even if the sequence fits without.")
+    layer: bool = option(
+        False, "Tile whole layers, even if the sequence fits without; their inputs on the host, unless --only is given."
+    )
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")
@@ -122,7 +127,12 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     if shape.positions is not None and seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(lengths, step))
+    if (asked.layer or in_groups) and asked.only is None and "activations" in chosen.offload:
+        notes.append(
+            "whole layers are planned with their inputs in host memory (column host); "
+            "with --only loss,MLP --layer they stay on the GPU"
+        )
+    fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
     return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
 
 
@@ -177,19 +187,40 @@ def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]
     return found
 
 
-def to_turn_on(plan: Plan) -> list[str]:
-    """Returns the lines of Python that turn the features of a plan on, in order."""
+IMPORTS = {  # what stands in a line to turn on -> the import that it needs
+    "torch.": "import torch",
+    "seqtile.": "import seqtile",
+    "offload.": "from seqtile import offload",
+    "sp.": "from seqtile import sp",
+    "LoraConfig": "from peft import LoraConfig, get_peft_model",
+    "BitsAndBytesConfig": "from transformers import BitsAndBytesConfig",
+    "AutoModelForCausalLM": "from transformers import AutoModelForCausalLM",
+}
+
+
+def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
+    """Returns a script that turns the features of a plan on, in order, for the model of this name or path. What a
+    line of Python cannot say, such as DeepSpeed's configuration, is a comment."""
+    lines = _to_turn_on(plan, model.removesuffix("config.json").rstrip("/") or ".")
+    code = [line for line in lines if not line.startswith(("#", "from "))]
+    imports = [
+        line for named, line in IMPORTS.items() if any(re.search(rf"(?<!\w){re.escape(named)}", each) for each in code)
+    ]
+    return imports + lines
+
+
+def _to_turn_on(plan: Plan, model: str) -> list[str]:
     setup, lines, quantised = plan.setup, [], ""
     moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
-        before = "from liger_kernel.transformers, before the model is built"
-        lines.append(f"apply_liger_kernel_to_{plan.shape.model_type}()  # {before}")
+        liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
+        lines += [f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"]
     if setup.load_in_4bit:
         options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
         lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
         quantised = ", quantization_config=four_bits"
     attention = 'attn_implementation="flash_attention_2"'
-    lines.append(f"model = AutoModelForCausalLM.from_pretrained(..., {attention}{quantised})")
+    lines.append(f"model = AutoModelForCausalLM.from_pretrained({json.dumps(model)}, {attention}{quantised})")
     if not setup.full:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:
@@ -202,17 +233,18 @@ def to_turn_on(plan: Plan) -> list[str]:
     if setup.sequence_parallel > 1:
         lines.append(f'sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}), batches="whole")')
     if moved:
-        lines.append(f"DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
+        lines.append(f"# DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
     elif setup.gpus > 1:
         others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2"]
-        lines.append((*others, "fully_shard(layer, mp_policy=...) of every layer, then of the model")[setup.zero_stage])
+        others.append("fully_shard(layer, mp_policy=...) of every layer, then of the model")
+        lines.append(f"# {others[setup.zero_stage]}")
     if "activations" in setup.offload:
         lines.append('offload.enable(model, device="cuda")' if "weights" in moved else "offload.enable(model)")
     else:
         older = "in older transformers gradient_checkpointing_enable"
         lines.append(f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}')
     if setup.autocast:
-        lines.append(f'with torch.autocast("cuda", torch.{setup.dtype}):  # around the forward; weights are float32')
+        lines.append(f'# each forward under torch.autocast("cuda", torch.{setup.dtype}); the weights are float32')
     return lines
 
 
@@ -252,12 +284,17 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
     if plan is not None:
         setup, count = plan.setup, plan.shape.parameters
         gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
-        size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+        size = next(f"{count / one:,.{digits}f} {unit}".rstrip() for one, digits, unit in UNITS if count >= one)
         title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
     console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
     if forecast.simulated:
         caption = "On one GPU, every layer checkpointed."
-        table = Table("tiled", Column("tokens", justify="right"), title="Longest sequence, simulated", caption=caption)
+        table = Table(
+            "tiled",
+            Column("tokens", justify="right", no_wrap=True),
+            title="Longest sequence, simulated",
+            caption=caption,
+        )
         for tiled, tokens in forecast.simulated.items():
             table.add_row(tiled, f"{tokens:,}")
         console.print(table)
@@ -275,7 +312,7 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
 
 def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
     columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
-    columns += [Column("tokens", justify="right"), Column("bound by")]
+    columns += [Column("tokens", justify="right", no_wrap=True), Column("bound by")]
     table = Table(*columns, title="Longest sequence, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"
     table.caption += " Liger: its norms."

@@ -128,4 +128,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 def cache_in(given: dict[str, Any]) -> Any:
     """Returns the cache among a forward's arguments, by whatever name it has; None if there is none."""
-    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if name in given and given[name] is not None:
+            return given[name]
+    return None

@@ -14,6 +14,7 @@ from integrations.test_trl import CLOCKS, own_head  # noqa: F401
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.models.patch import unwrapped
+from seqtile.protocols import cache_in
 from sp.trainer import weights_of
 from support import trl_trainers
 from support.tiny import gentle
@@ -100,7 +101,7 @@ class Watch(TrainerCallback):
 
         def forward(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
-            if kwargs.get("past_key_values") is None:
+            if cache_in(kwargs) is None:
                 groups: dict[tuple, list[list[int]]] = {}
                 for row, valid in zip(ids, mask, strict=True):
                     groups.setdefault(tuple((own := row[valid.bool()].tolist())[:SHARED]), []).append(own)

@@ -57,6 +57,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     parameters = positional_of(inner)
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters[1:] if each.default is not each.empty}
+    defaults = {name: value for name, value in defaults.items() if name not in CACHE_NAMES}  # given by either name
 
     of_layer = Verdicts(layer_verdict).of
     of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
@@ -69,8 +70,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         return not of_layer(layer, autocast_dtype(hidden) or hidden.dtype).sharded
 
     def tiled(records_attentions: bool, self, *args, **kwargs):
-        given = dict(zip(names, args, strict=False)) | kwargs
-        given = {name: value for name, value in defaults.items() if name not in CACHE_NAMES} | given
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
         hidden = given.pop(names[0])
         of = of_layer_apart if torch.compiler.is_compiling() else of_layer
         verdict = of(self, autocast_dtype(hidden) or hidden.dtype)

@@ -59,7 +59,7 @@ MUTANTS = (
     OverRanks(
         "whole: a forward with a cache is cut",
         "WholeBatches.begin",
-        'if cache_in(kwargs) is not None:',
+        "if cache_in(kwargs) is not None:",
         'if kwargs.get("past_key_values") == 7:',
         select="images",
     ),

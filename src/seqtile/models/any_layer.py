@@ -59,10 +59,14 @@ class _CacheOfChunks:
         if self.update_with is None or keys is not self.of_chunk[0] or values is not self.of_chunk[1]:
             raise _CacheIsRead
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
+        """Adds the keys and values of all tokens. `options` are the attention's arguments for all tokens, which layers
+        hand on to the cache from transformers 5.24 on."""
         others, named = self.update_with
+        if "kwargs" in named:
+            named = named | {"kwargs": options}
         self.is_filled = True
-        return self._cache.update(keys, values, *others, **named)
+        return list(self._cache.update(keys, values, *others, **named))
 
     def __getattr__(self, name: str) -> Any:
         raise _CacheIsRead
@@ -111,7 +115,7 @@ def call_layer_in_chunks(
     made = call_in_chunks(call.before_attention, modules, *inputs, chunk_tokens=chunk_tokens, dim=1, used_alone=True)
     heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
     if call.cache is not None:
-        heads[1:] = call.cache.add(*heads[1:])
+        heads[1:] = call.cache.add(*heads[1:], call.options)
     attn_output = call.function(call.module, *heads, call.mask, **call.options)[0]
     output, (rest, further) = call_with_further_outputs(
         call.behind_attention, modules, inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens

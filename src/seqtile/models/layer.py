@@ -96,7 +96,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         whole = fits(self, args[0] if args else kwargs[names[0]])
         function = inner if whole else partial(tiled, records_attentions())
         outermost = type(self).forward is forward
-        if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if _FORWARD_CHECKPOINTS and outermost and checkpoints:
             if kwargs.get("use_cache") or cache_in(kwargs) is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES} | {

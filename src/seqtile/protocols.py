@@ -122,8 +122,9 @@ class SequenceParallelFunction(Protocol):
         ...
 
 
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""What forwards call a cache of keys and values, or of states: the first from transformers 5.24 on."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
+"""What forwards call a cache of keys and values, or of states: from transformers 5.24 on most say `cache`, and layers of
+GPT-NeoX, Bloom and others `layer_past`."""
 
 
 def cache_in(given: dict[str, Any]) -> Any:

@@ -81,7 +81,10 @@ def test_a_model_in_training_keeps_a_cache_that_it_is_given(name: str) -> None:
     def of_states(self: Model, x: int, cache_params: object = None, use_cache: bool | None = None) -> None:
         made.append(use_cache)
 
-    original = {"cache": new, "past_key_values": old, "cache_params": of_states}[name]
+    def of_layers(self: Model, x: int, layer_past: object = None, use_cache: bool | None = None) -> None:
+        made.append(use_cache)
+
+    original = {"cache": new, "past_key_values": old, "cache_params": of_states, "layer_past": of_layers}[name]
     forward, model = base_model.uncached_forward(None, original), Model()
     model.config = type("Config", (), {"use_cache": False})
     forward(model, 1, use_cache=True)

@@ -17,6 +17,7 @@ from support.tiny import tiled_copy
 
 CHUNK = 16
 TYPES = {"llama": {0}, "gpt2": {2}, "qwen3_5_text": {1}, "lfm2": {3}, "gpt_oss": {2}, "deepseek_v3": {0}}
+TYPES |= {"gpt_neox": {2}, "gpt_bigcode": {2}}  # their layers say layer_past
 TYPES |= {"gemma4_text": {2, 4}}  # 4 in transformers 5.16
 """A model type -> its layers that run in chunks and fill a cache. DeepSeek's attention uses other keys than it
 caches."""

@@ -123,8 +123,8 @@ class SequenceParallelFunction(Protocol):
 
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
-"""What forwards call a cache of keys and values, or of states: from transformers 5.24 on most say `cache`, and layers of
-GPT-NeoX, Bloom and others `layer_past`."""
+"""What forwards call a cache of keys and values, or of states: most say `cache` from transformers 5.24 on, and the
+layers of GPT-NeoX, Bloom and others `layer_past`."""
 
 
 def cache_in(given: dict[str, Any]) -> Any:

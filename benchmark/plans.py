@@ -79,13 +79,14 @@ def case(options: str) -> str:
 
 
 def fit() -> str:
-    room = memory.Setup(gpu_memory_gib=160, host_memory_gib=1900)
-    return f"```text\n{choose(formula_of(LLAMA), room, 400_000)}\n```"
+    room = memory.Setup(**with_room(180), host_memory_gib=1900)
+    return f"```text\n{choose(formula_of(LLAMA), room, 262_144)}\n```"
 
 
 def shared_tokens() -> str:
-    """Of a prompt and its completions."""
+    """Of a prompt and its completions. A sequence that has to be longer than its prompt may not fit at all."""
     prompt, rows = 30_000, [["", "each alone, GiB", "prompt once, GiB", "longest, each alone", "longest, prompt once"]]
+    room = with_room(80)
     given = {"batch_size": 8, "gpus": 8, "batches": "whole", "offload": ("optimizer",)}
     over = {"sequence_parallel": 8}
     setups = {
@@ -98,8 +99,8 @@ def shared_tokens() -> str:
     for name, setup in setups.items():
         found = [given | setup | {"shared_tokens": tokens} for tokens in (0, prompt)]
         planned = [f"{memory.plan(LLAMA, seq_len=32_000, **each).gpu_bytes / GIB:.1f}" for each in found]
-        lengths = [memory.longest(LLAMA, **each).tokens for each in found]
-        rows.append([name, *planned, *(f"{length:,}" for length in lengths)])
+        lengths = [memory.longest(LLAMA, **each, **room).tokens for each in found]
+        rows.append([name, *planned, *(f"{length:,}" if length > prompt else "none" for length in lengths)])
     return table(rows)
 
 

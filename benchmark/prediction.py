@@ -40,13 +40,16 @@ def longest() -> dict[str, int]:
 
 def caption() -> str:
     """Returns what README says below the picture."""
-    said = [f"{n / 1e6:.1f}M" if n > 1e6 else f"{n / 1000:.0f}K" for n in longest().values()]
+    lengths = longest()
+    said = [f"{n / 1e6:.1f}M" if n > 1e6 else f"{n / 1000:.0f}K" for n in lengths.values()]
+    host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
         "*Predicted by `seqtile.memory`, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of "
         f"{GPU_GIB} GiB, a fifth of it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} "
         f"tokens with Hugging Face, {said[1]} with Liger (its norms and RoPE, a tiled loss), {said[2]} with seqtile, "
         f"{said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs in host "
-        "memory too. [How this is predicted and tested](docs/predictions.md).*"
+        f"memory too, {host:.0f} GiB of it. Only simulations support these plans: [no run that was measured has LoRA or "
+        "whole layers](docs/predictions.md).*"
     )
     return fill(text, 130)
 

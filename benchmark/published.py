@@ -33,7 +33,7 @@ UNITS = (
 KEYS = 2 * 2**20 * 8 * 128 * 2 / 2**30  # of a million tokens, and their values: 8 heads of 128 in bfloat16
 GATHERED = (
     "Accelerate's context parallelism gathers the keys and values of all tokens on every GPU: 4.0 GiB that the plan, "
-    "of attention by heads, does not count. With them its attention needs {:.1f} GiB."
+    "of attention by heads, does not count. If these are added, the planned peak is {:.1f} GiB."
 )
 ACCUMULATED = (
     "The post says that the optimizer was on the host. Planned with it on the GPUs, as in the configuration that the "

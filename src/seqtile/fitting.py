@@ -65,11 +65,14 @@ def fit(
     It tries them in the order of their cost in time: the loss and the MLPs in chunks, whole layers in chunks, layer
     inputs in host memory (`seqtile.offload`), attention by groups of heads. It always checkpoints every layer.
 
+    It keeps no margin, and plans may be a fifth too low: pass four fifths of a GPU's memory, such as 64 for 80 GiB.
+
     Args:
         model: a Hugging Face model, or PEFT's wrapper around one; LoRA is planned as if it were on every projection.
         seq_len: tokens of a sequence, over all the GPUs that share it.
         batch_size: sequences at a time.
-        gpu_memory_gib: memory of a GPU; by default the free memory of this one plus what torch holds of it.
+        gpu_memory_gib: memory of a GPU that a step may fill; by default all that is free on this one, and what torch
+            holds of it.
         host_memory_gib: memory of a node; by default what is free.
         dry_run: True only prints, and changes nothing.
         setup: other fields of `memory.Setup`, such as dtype (by default that of the weights), optimizer, gpus,

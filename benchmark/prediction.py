@@ -48,8 +48,8 @@ def caption() -> str:
         f"{GPU_GIB} GiB, a fifth of it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} "
         f"tokens with Hugging Face, {said[1]} with Liger (its norms and RoPE, a tiled loss), {said[2]} with seqtile, "
         f"{said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs in host "
-        f"memory too, {host:.0f} GiB of it. Only simulations support these plans: [no run that was measured has LoRA or "
-        "whole layers](docs/predictions.md).*"
+        f"memory too, {host:.0f} GiB of it. Only simulations support these plans: [no run that was measured has LoRA "
+        "or whole layers](docs/predictions.md).*"
     )
     return fill(text, 130)
 

@@ -213,7 +213,7 @@ def test_classes_behind_a_wrapper_on_the_model() -> None:
     assert snapshot(model) == wrapped
     status = str(seqtile.status(model))
     assert status.count("seqtile, 50 tokens a chunk") == 2, "autocast's wrapper passes everything on"
-    assert "around it" not in status
+    assert "inside a forward of" not in status
 
 
 @pytest.mark.full("of four", but=every_value)

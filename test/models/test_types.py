@@ -47,8 +47,8 @@ def test_the_counts_in_readme() -> None:
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     assert (
         f"[{tried} types tried](docs/models.md#the-table) the loss is tiled in {loss}, MLPs or experts in {mlp}, whole "
-        f"layers in {layers}, and {groups} of those {layers} take groups of heads. {types - tried} more types could not "
-        "be tried"
+        f"layers in {layers}, and {groups} of those {layers} take groups of heads. {types - tried} more types could "
+        "not be tried"
     ) in readme
 
 

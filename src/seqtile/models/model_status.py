@@ -59,7 +59,7 @@ class PartStatus:
             if self.head_groups:
                 text += f", attention by {self.head_groups} groups of heads"
             if self.wrappers:
-                text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
+                text += f", inside a forward of {', '.join(self.wrappers)}, which decides whether it runs"
         else:
             text = _of_trl() if self.others == ("trl",) else f"not tiled: {', '.join(self.others)}"
         if self.refused:

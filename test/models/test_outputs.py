@@ -143,7 +143,7 @@ def test_transforms_of_what_fits_in_a_tile() -> None:
     assert relative_error(torch.vmap(mlp)(x), mlp(x)) <= 1e-6
 
 
-FITS, KEPT = f"a sequence fits in one chunk of {CHUNK} tokens", "activation checkpointing is off"
+FITS, KEPT = f"a batch fits in one chunk of {CHUNK} tokens", "activation checkpointing is off"
 
 
 @pytest.mark.full("of 28 models", but=every_value)

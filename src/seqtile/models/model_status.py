@@ -13,7 +13,7 @@ from seqtile.models.layer import groups_of
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.patch import parts_applied_to, refused_of, unwrapped
-from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
+from seqtile.models.placement import inwards, package_of, placement_at, wrappers_at
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.protocols import SHARDED
 
@@ -171,13 +171,19 @@ def _of_trl() -> str:
     return "TRL's trainer computes it, on TRL's own head; apply_seqtile_to_trl() puts seqtile's there"
 
 
+def _package_at(module: nn.Module) -> str:
+    """Returns the package whose forward computes a module, looking through wrappers that only pass calls on."""
+    packages = [package_of(function) for function in inwards(module)]
+    return next((package for package in packages if package not in _PASS_ON), packages[0])
+
+
 def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     """Returns who computes the modules of parts that share an option."""
     config = model.config.get_text_config()
     hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
     name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
-    others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
+    others = dict.fromkeys(_package_at(module) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
     ways, reason, problem, groups, chunk_tokens = Counter(), None, None, set(), set()
     for module, placement in placements.items():

@@ -1,9 +1,11 @@
 """The trial of `seqtile check`: a model, made small, tiled part by part, beside itself untiled; and its variants."""
 
 import copy
+import logging
 import warnings
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -78,8 +80,7 @@ def check(asked: CheckOptions) -> Report:
     config = config_of(asked.model, asked.trust_remote_code)
     model_class = class_of(asked.model, config, asked.trust_remote_code)
     what = "cannot be built small"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         if asked.full:
             model = model_class.from_pretrained(asked.model, dtype=torch.float32)
         try:
@@ -145,6 +146,18 @@ def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[in
     reason = found.refusal or found.chunked
     errors = found.error, found.untiled_error
     return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences warnings, which would be about models that the user has not made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _untiled_cost(model: PreTrainedModel) -> tuple[int, tuple[int, int]]:

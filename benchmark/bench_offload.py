@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile
-from seqtile.offload.checkpointing import enable_checkpointing, layers_of
+from seqtile.offload.checkpointing import layers_of
+from seqtile.renamed import enable_checkpointing
 
 LAYERS = 6
 LENGTHS: Lengths = {

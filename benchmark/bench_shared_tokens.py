@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile, share_prefixes
 from seqtile.memory.batch import Batch
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 
 ROWS, LAYERS = 8, 2
 LENGTHS: Lengths = {

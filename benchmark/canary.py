@@ -31,8 +31,8 @@ from seqtile.kernels.dispatch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.ops.linear import WeightGrad
+from seqtile.renamed import enable_checkpointing
 
 ROWS = 32  # of a tile, spread over it, the last one among them
 EPS = 1e-5

@@ -38,7 +38,7 @@ from seqtile.memory.features import apply_options, with_features
 from seqtile.memory.measure import PRODUCTS, KnownIntegers, tensors_of
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 
 WRITTEN = {  # by our kernels that a simulation skips; they read whatever else they are given
     "gated_activation_": ("gate",),

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from seqtile import apply_seqtile
 from seqtile.memory.features import FEATURES, apply_options
 from seqtile.memory.setup import Setup
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 
 Apply = Callable[[PreTrainedModel], None]
 

@@ -6,8 +6,9 @@ from benchmark.shapes import Shape
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqtile import offload
-from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, install
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, Pool, Store
+from seqtile.renamed import enable_checkpointing
 
 
 def build(

@@ -27,7 +27,7 @@ from benchmark.errors import relative_error
 from benchmark.sp.cases import Batch, Case, batch_of, build, shape_of
 from benchmark.sp.wire import Wire
 
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 ROUNDS = 10 if DEVICE == "cuda" else 2

@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "any layer: a cache is given the keys of the last chunk",
         "_CacheOfChunks.add",
-        "return list(self._cache.update(keys, values, *others, **named))",
-        "return list(self._cache.update(*self.of_chunk, *others, **named))",
+        "return self._cache.update(keys, values, *others, **named)",
+        "return self._cache.update(*self.of_chunk, *others, **named)",
         ("models/test_generation.py",),
     ),
     Mutant(

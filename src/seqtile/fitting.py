@@ -19,8 +19,8 @@ from seqtile.models.patch import unwrapped
 from seqtile.models.quantised import has_4_bits
 from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
-from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
+from seqtile.renamed import enable_checkpointing
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,3 @@ class SequenceParallelFunction(Protocol):
         """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call.
         None if it is not over ranks."""
         ...
-
-
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
-"""What forwards call a cache of keys and values, or of states: most say `cache` from transformers 5.24 on, and the
-layers of GPT-NeoX, Bloom and others `layer_past`."""
-
-
-def cache_in(given: dict[str, Any]) -> Any:
-    """Returns the cache among a forward's arguments, by whatever name it has; None if there is none."""
-    for name in CACHE_NAMES:
-        if name in given and given[name] is not None:
-            return given[name]
-    return None

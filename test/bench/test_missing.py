@@ -12,7 +12,7 @@ from benchmark.shapes import Shape
 from torch import nn
 
 from seqtile import apply_seqtile
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 from support.measure import LiveBytes
 
 SHAPE = Shape(64, 96, 6, 2, 1, 32, 50)

@@ -14,7 +14,7 @@ from integrations.test_trl import CLOCKS, own_head  # noqa: F401
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.models.patch import unwrapped
-from seqtile.protocols import cache_in
+from seqtile.renamed import cache_in
 from sp.trainer import weights_of
 from support import trl_trainers
 from support.tiny import gentle

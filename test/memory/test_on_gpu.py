@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from seqtile import apply_seqtile, memory, offload
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 from support.choice import every_pair
 
 EVERY_PAIR = pytest.mark.on_gpu("4 s each of one process", only=every_pair)

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from seqtile.models import base_model, first_step
 from seqtile.models.layer_arguments import LayerArguments
-from seqtile.protocols import CACHE_NAMES, cache_in
+from seqtile.renamed import CACHE_NAMES, cache_in
 from seqtile.sp import sharding_hooks, whole_batches
 from support.tiny import build, tiled_copy
 
@@ -66,25 +66,18 @@ def test_a_cache_is_given_to_each_chunk_whole(name: str) -> None:
 
 @by_each_name
 def test_a_model_in_training_keeps_a_cache_that_it_is_given(name: str) -> None:
-    """Whether its forward has the one name or the other."""
+    """Whatever its forward calls it."""
     made = []
 
     class Model(torch.nn.Module):
         pass
 
-    def old(self: Model, x: int, past_key_values: object = None, use_cache: bool | None = None) -> None:
+    def original(self: Model, x: int, cache: object = None, use_cache: bool | None = None, **named: object) -> None:
         made.append(use_cache)
 
-    def new(self: Model, x: int, cache: object = None, use_cache: bool | None = None) -> None:
-        made.append(use_cache)
-
-    def of_states(self: Model, x: int, cache_params: object = None, use_cache: bool | None = None) -> None:
-        made.append(use_cache)
-
-    def of_layers(self: Model, x: int, layer_past: object = None, use_cache: bool | None = None) -> None:
-        made.append(use_cache)
-
-    original = {"cache": new, "past_key_values": old, "cache_params": of_states, "layer_past": of_layers}[name]
+    parameters = inspect.signature(original).parameters.values()
+    renamed = [each.replace(name=name) if each.name == "cache" else each for each in parameters]
+    original.__signature__ = inspect.Signature(renamed)
     forward, model = base_model.uncached_forward(None, original), Model()
     model.config = type("Config", (), {"use_cache": False})
     forward(model, 1, use_cache=True)

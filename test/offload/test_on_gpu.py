@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqtile import apply_seqtile, offload
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.renamed import enable_checkpointing
 from support.tiny import batch_of, build, loss_and_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]

@@ -18,6 +18,7 @@ import seqtile
 from seqtile.arch import ARCHS
 from seqtile.kernels.dispatch import triton
 from seqtile.ops.chunks import is_trial
+from seqtile.renamed import enable_checkpointing
 
 VOCAB = 211
 CHUNK = 50  # tokens a chunk in these tests
@@ -100,8 +101,7 @@ def batch_of(batch_size: int, length: int, device: str = "cpu") -> dict[str, tor
 def checkpointing(model: nn.Module, reentrant: bool | None) -> None:
     """Turns on activation checkpointing of the given kind; None leaves it off."""
     if reentrant is not None:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": reentrant})
+        enable_checkpointing(model, reentrant)
 
 
 def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,7 +1,5 @@
-"""The setup of a training run and the shape of a model: everything that memory depends on except the length.
-
-A shape is read from a model's configuration alone.
-"""
+"""The setup of a training run and the shape of a model: everything that memory depends on except the length. A shape
+is read from a model's configuration alone."""
 
 import json
 import math

@@ -24,6 +24,7 @@ from seqtile.models.find import experts_in, layers_of
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.parts import LAYER
 from seqtile.models.small import config_for, with_few_layers
+from seqtile.renamed import enable_checkpointing
 from seqtile.rules import default_chunk_tokens
 
 CHUNKS = 24
@@ -85,7 +86,7 @@ class Simulation(Predictor):
             logging.set_verbosity_error()
             try:
                 materialise(model.train())
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                enable_checkpointing(model)
                 if setup.tiles:
                     apply_seqtile(model, **apply_options(setup), check=False)
                 tokens = _tokens(model)

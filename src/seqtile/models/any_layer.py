@@ -25,7 +25,7 @@ from seqtile.models.further_outputs import call_with_further_outputs, recording
 from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.layer_arguments import ChunkArguments, LayerArguments
 from seqtile.models.placement import computed_forward
-from seqtile.protocols import CACHE_NAMES, cache_in
+from seqtile.renamed import CACHE_NAMES, cache_in
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
 _HEADS = ("query", "key", "value")
@@ -59,14 +59,14 @@ class _CacheOfChunks:
         if self.update_with is None or keys is not self.of_chunk[0] or values is not self.of_chunk[1]:
             raise _CacheIsRead
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
-        """Adds the keys and values of all tokens. `options` are the attention's arguments for all tokens, which layers
-        hand on to the cache from transformers 5.24 on."""
+    def add(self, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Adds the keys and values of all tokens. `options` are attention's other arguments for all tokens: from
+        transformers 5.24 on, layers pass them to the cache."""
         others, named = self.update_with
         if "kwargs" in named:
             named = named | {"kwargs": options}
         self.is_filled = True
-        return list(self._cache.update(keys, values, *others, **named))
+        return self._cache.update(keys, values, *others, **named)
 
     def __getattr__(self, name: str) -> Any:
         raise _CacheIsRead

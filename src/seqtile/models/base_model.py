@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from seqtile.models.find import layers_of, positional_of
 from seqtile.models.placement import Options
-from seqtile.protocols import CACHE_NAMES, cache_in
+from seqtile.renamed import CACHE_NAMES, cache_in
 
 logger = logging.get_logger(__name__)
 

@@ -28,7 +28,7 @@ from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
-from seqtile.protocols import cache_in
+from seqtile.renamed import cache_in
 
 logger = logging.get_logger(__name__)
 CHUNKS = (5, 11, 9, 13)  # tokens of a row in a chunk, the first that is no size of the model

@@ -39,7 +39,8 @@ from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
-from seqtile.protocols import CACHE_NAMES, SequenceParallelAttention, SequenceParallelFunction, cache_in
+from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
+from seqtile.renamed import cache_in, without_cache
 from seqtile.rules import number_of_groups
 
 logger = logging.get_logger(__name__)
@@ -56,8 +57,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
     parameters = positional_of(inner)
     names = [each.name for each in parameters]
-    defaults = {each.name: each.default for each in parameters[1:] if each.default is not each.empty}
-    defaults = {name: value for name, value in defaults.items() if name not in CACHE_NAMES}  # given by either name
+    defaults = without_cache({each.name: each.default for each in parameters[1:] if each.default is not each.empty})
 
     of_layer = Verdicts(layer_verdict).of
     of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
@@ -95,14 +95,11 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         # Decide here: a recomputation inside a checkpoint does not see whether attentions are recorded.
         whole = fits(self, args[0] if args else kwargs[names[0]])
         function = inner if whole else partial(tiled, records_attentions())
-        outermost = type(self).forward is forward
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if _FORWARD_CHECKPOINTS and outermost and checkpoints:
+        if _FORWARD_CHECKPOINTS and checkpoints and type(self).forward is forward:
             if kwargs.get("use_cache") or cache_in(kwargs) is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
-                kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES} | {
-                    "use_cache": False
-                }
+                kwargs = without_cache(kwargs) | {"use_cache": False}
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
         return function(self, *args, **kwargs)
 
@@ -136,8 +133,7 @@ def _compute(
     if not layer.gradient_checkpointing:
         _note_that_all_is_kept(layer, verdict, options, hidden)
     if verdict.form is not None:
-        others = {name: value for name, value in given.items() if name not in CACHE_NAMES}
-        return _llama_layer(verdict, options, layer, hidden, cache, **others)
+        return _llama_layer(verdict, options, layer, hidden, cache, **without_cache(given))
     chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
     return call_layer_in_chunks(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from seqtile.protocols import CACHE_NAMES
+from seqtile.renamed import CACHE_NAMES
 
 _WHOLE = ("attention_mask", *CACHE_NAMES)  # what is not of a chunk's tokens alone
 

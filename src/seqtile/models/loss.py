@@ -40,7 +40,7 @@ from seqtile.models.weights import (
     read_projection,
 )
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
-from seqtile.protocols import cache_in
+from seqtile.renamed import cache_in
 
 _CROSS_ENTROPIES = (  # where one of these was written
     "torch.nn.functional.cross_entropy",

@@ -23,6 +23,7 @@ from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
 from seqtile.models.proof import CHUNK, PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
 from seqtile.models.small import HEADS, configs_in, small_model
+from seqtile.renamed import enable_checkpointing
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
 CHUNK_TOKENS = 11  # small enough for several chunks of experts, whose chunks are up to four times as long
@@ -87,10 +88,7 @@ def _embedded(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def _checkpointed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    switch = getattr(
-        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-    )  # the new name first
-    switch({"use_reentrant": False})
+    enable_checkpointing(model)
     return inputs
 
 

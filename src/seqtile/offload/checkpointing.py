@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.offload.store import Copies, HostMemoryFull, Pool, Saved, Store
+from seqtile.renamed import enable_checkpointing
 
 _ENABLED = "_seqtile_offload"  # the attribute of a model that holds its Checkpoints
 
@@ -142,12 +143,6 @@ def enable(
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def enable_checkpointing(model: nn.Module) -> None:
-    """Enables activation checkpointing, by the name that the installed transformers has for it."""
-    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    switch({"use_reentrant": False})
 
 
 def install(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:

@@ -153,11 +153,12 @@ def _quiet() -> Iterator[None]:
     """Silences warnings, which would be about models that the user has not made."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+        before = logging.root.manager.disable
+        logging.disable(max(before, logging.WARNING))
         try:
             yield
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(before)
 
 
 def _untiled_cost(model: PreTrainedModel) -> tuple[int, tuple[int, int]]:
@@ -182,13 +183,13 @@ def _cost(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    columns = ["part", "modules", "tiled", "heads by group", "error tiled", "error untiled", "work", "peak"]
-    if not any(line.head_groups for line in report.lines):
-        columns.remove("heads by group")
+    in_groups = any(line.head_groups for line in report.lines)
+    by_group = ["heads by group"] * in_groups
+    columns = ["part", "modules", "tiled", *by_group, "error tiled", "error untiled", "work", "peak"]
     table = Table(*columns, box=None, header_style="")
     for line in report.lines:
         ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (line.flops, line.peak))
-        groups = [] if "heads by group" not in columns else ["yes" if line.head_groups else ""]
+        groups = ["yes" if line.head_groups else ""] * in_groups
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
         table.add_row(line.part, f"{line.count} {line.module}", line.how, *groups, *errors, *ratios)
     console.print(f"{report.model}, a small copy of it, each part tiled by itself")
@@ -199,7 +200,7 @@ def print_report(report: Report, console: Console) -> None:
         f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, over the untiled model's"
     )
     said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
-    said += [f"left untiled with layer=True, as without it: {reason}" for reason in report.untiled]
+    said += [f"left untiled even with layer=True: {reason}" for reason in report.untiled]
     if any(line.how == "refused" for line in report.lines) or report.untiled:
         said.append("what is refused or left untiled trains as before; nothing is to be done, the rest is tiled")
     if not any(line.part == LOSS.option for line in report.lines):

@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import seqtile
 from seqtile import offload, sp
 from seqtile.fitting import of_every_rank
-from seqtile.offload.checkpointing import enable_checkpointing, layers_of
+from seqtile.offload.checkpointing import layers_of
 from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name, places
 from seqtile.recipes.data import in_brief, is_out_of_memory, load_model, read_of
 from seqtile.recipes.output import RunResult, written_beside
+from seqtile.renamed import enable_checkpointing
 
 RUN = "run.json"
 MUST_MATCH = ("seq_len", "dtype", "learning_rate", "seed", "device", "sequence_parallel")

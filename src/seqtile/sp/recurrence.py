@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqtile.protocols import CACHE_NAMES
+from seqtile.renamed import CACHE_NAMES
 from seqtile.sp.all_to_all import RankHeads, exchanged
 from seqtile.sp.backends import in_parts, joined
 from seqtile.sp.layout import LAYOUT, Layout, layout_in

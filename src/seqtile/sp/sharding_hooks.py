@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqtile.protocols import cache_in
+from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent

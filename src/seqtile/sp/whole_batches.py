@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from seqtile.protocols import SHARDED, cache_in
+from seqtile.protocols import SHARDED
+from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 SHARDED = "_seqtile_ulysses"
 """The attribute under which a model whose sequences are sharded over ranks holds its `ShardedSequences`."""
 
+LAYOUT = "ulysses_layout"
+"""The keyword argument that tells the layers of such a model which tokens of the sequences a rank holds."""
+
 OF_ALL_RANKS = "seqtile_of_all_ranks"
 """The attribute of an autograd Function whose output has values of tokens of all ranks, and is the same on each."""
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqtile
@@ -55,6 +56,7 @@ def fsdp1(model: nn.Module, **options: object):
 
 
 EQUAL = "equal the untiled model's up to rounding"
+BELOW = f"the last hidden states and 21 gradients {EQUAL}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,18 @@ def lora(model: nn.Module) -> nn.Module:
 def hooked(model: nn.Module) -> nn.Module:
     """A user's hook that treats every token alike, on a module that is sharded when the first step runs."""
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: 0.5 * output)
+    return model
+
+
+def below_the_head(model: nn.Module) -> nn.Module:
+    """The trainer computes the loss itself, from the hidden states, as TRL's do."""
+
+    def forward(labels: torch.Tensor, **inputs: torch.Tensor) -> CausalLMOutput:
+        states = model.model(**inputs).last_hidden_state
+        logits = model.lm_head(states[:, :-1])
+        return CausalLMOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+    model.forward = forward
     return model
 
 
@@ -101,6 +115,7 @@ TORCH = {
     "fsdp2 hook": Case(fsdp2, hooked),
     "fsdp2 peft": Case(fsdp2, lora, outcome=f"12 gradients {EQUAL}"),
     "fsdp2 parts": Case(parts),
+    "fsdp2 below the head": Case(fsdp2, below_the_head, outcome=BELOW),
     "fsdp2 mixed parts": Case(partial(parts, **MIXED), apply={"layer": True}),
     "fsdp2 sp": Case(fsdp2, apply={"layer": True}, spread=True),
     "fsdp2 sp peft": Case(fsdp2, lora, spread=True, outcome=f"12 gradients {EQUAL}"),
@@ -119,6 +134,7 @@ ZERO = {
     "zero3 persistent": Case(zero(3, stage3_param_persistence_threshold=1000)),
     "zero3 leaf": Case(zero(3, leaf=True)),
     "zero3 sp": Case(zero(3), spread=True),
+    "zero3 below the head": Case(zero(3), below_the_head, outcome=BELOW),
 }
 CASES = TORCH | ZERO
 TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")
@@ -155,8 +171,8 @@ def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None,
     before(model, wrapped, batches[0])
     losses, states = [], []
     for batch in batches:
-        if again:
-            vars(model).pop(OUTCOME, None)
+        for module in (model, model.model) if again else ():
+            vars(module).pop(OUTCOME, None)
         loss = wrapped(**batch).loss
         loss = sp.reduce_loss(loss, ctx) if case.spread else loss
         losses.append(loss.item())

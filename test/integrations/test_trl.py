@@ -12,6 +12,7 @@ from benchmark.ledger import Ledger, Prediction, without_data
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import seqtile
 import seqtile.integrations.trl
 from seqtile.integrations.trl import _to_be_summed, apply_seqtile_to_trl, restore_trl
 from support import trl_trainers
@@ -107,6 +108,21 @@ def test_same_training(arch: str, name: str, tmp_path: Path) -> None:
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     rounding = 1.2e-7 * weights.norm() / whole[1].norm()  # of the weights; the changes are their differences
     assert whole[1].norm() > 0 and relative_error(*whole) <= 3e-5 + rounding
+
+
+@pytest.mark.full("of each trainer", but=["sft", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "sft-packed", "dpo", "kto", "grpo", "rloo", "distillation"])
+def test_the_first_step_is_compared(name: str, tmp_path: Path) -> None:
+    """TRL computes the loss itself, from the last hidden states of the tiled model."""
+    kind, documents, options = CASES[name]
+    build("llama").save_pretrained(tmp_path / "start")  # some trainers load a reference from there
+    tokenizer().save_pretrained(tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=20)
+    given = {"teacher_model": build("llama")} if kind == "Distillation" else None
+    options = options | ONE_STEP
+    trl_trainers.trainer(getattr(trl, f"{kind}Trainer"), model, documents(), tmp_path, given=given, **options).train()
+    assert "the last hidden states and 21 gradients equal" in str(seqtile.status(model))
 
 
 class HeadProducts(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """The first training step compares itself with the untiled model: it finds errors, and has no side effects."""
 
 import copy
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from models.test_layer_sharing import built
 from models.test_paths import hooked
 from seqtile.models import any_layer, layer_arguments
 from seqtile.models.base_model import base_models_of
-from seqtile.models.difference import difference
+from seqtile.models.difference import LOSS_NAME, difference
 from seqtile.models.first_step import outcome_of
 from seqtile.models.parts import LOSS
 from seqtile.models.patch import apply
@@ -159,7 +160,7 @@ def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeyp
 def test_how_far_a_loss_may_be_off(dtype: torch.dtype, off: float, found: bool) -> None:
     """On a CPU, PyTorch's cross-entropy rounds intermediate results for bfloat16 logits, but not for float32 ones."""
     loss = torch.tensor([3.5])
-    untiled, tiled = {"loss": loss.to(dtype)}, {"loss": (loss * (1 + off)).to(dtype)}
+    untiled, tiled = {LOSS_NAME: loss.to(dtype)}, {LOSS_NAME: (loss * (1 + off)).to(dtype)}
     assert (difference(untiled, tiled, untiled, torch.finfo(torch.bfloat16).eps) is not None) == found
 
 
@@ -191,9 +192,49 @@ def test_compared_where_the_loss_is_left_untiled() -> None:
         model(**batch_of(2, 61))
 
 
+@pytest.mark.full("half a second each", but=every_value)
+@pytest.mark.parametrize("options", [{}, {"layer": True}, {"loss": False}, {"mlp": False}], ids=str)
+@pytest.mark.parametrize("on_classes", [False, True])
+def test_compared_where_the_model_below_the_head_is_called(on_classes: bool, options: dict) -> None:
+    """As TRL's trainers do. Later forwards with a head are compared too, after one with a head none below it is."""
+    batch, place = batch_of(2, 61), build("llama")
+    below = {"input_ids": batch["input_ids"]}
+    options = {"chunk_tokens": CHUNK, **options}
+    seqtile.apply_seqtile_to_llama(**options) if on_classes else None
+    try:
+        model = copy.deepcopy(place) if not on_classes else build("llama")
+        seqtile.apply_seqtile(model, **options) if not on_classes else None
+        model.model(**below)
+        assert "the last hidden states and 21 gradients equal" in str(seqtile.status(model))
+        model(**batch)
+        assert "the loss and 22 gradients equal" in (found := outcome_of(model))
+        model.model(**below)
+        assert outcome_of(model) is found is outcome_of(model.model)
+        put_mixing_activation(model)
+        if options.get("mlp", True):
+            with pytest.raises(ValueError, match=r"last hidden states differ|the gradient of.* Nothing was trained"):
+                model.model(**below)
+    finally:
+        seqtile.restore("llama")
+
+
+def test_padding_is_not_compared_below_the_head() -> None:
+    """Nobody reads the hidden states of padding: here the tiled model returns others."""
+    model, batch, calls = tiled_copy(build("llama")), batch_of(2, 20), itertools.count()
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, :9] = 0
+    model.model.norm.forward = lambda states: states.masked_fill(mask[..., None] == 0, next(calls) in (2, 4))
+    model.model(input_ids=batch["input_ids"], attention_mask=mask)
+    assert "the last hidden states and" in outcome_of(model)
+
+
 def test_check_false_leaves_it_out() -> None:
     model = tiled_copy(build("llama"), check=False)
     model(**batch_of(2, 61))
+    assert outcome_of(model) is None
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check=False)
+    model.model(batch_of(2, 61)["input_ids"])
     assert outcome_of(model) is None
     with pytest.raises(ValueError, match='True, False or "full"'):
         seqtile.apply_seqtile(model, check="some")
@@ -224,7 +265,8 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
         seen.clear()
         loss = each(**batch).loss
         assert len(seen) == 1 and not hook_calls
-        attributes[""] = sorted({*attributes[""], *(["_seqtile_first_step"] if check else [])})
+        for name in ("", "model"):
+            attributes[name] = sorted({*attributes[name], *(["_seqtile_first_step"] if check else [])})
         assert {name: sorted(vars(module)) for name, module in each.named_modules()} == attributes
         loss.backward()
         states.append((loss.detach(), torch.get_rng_state(), random.random(), each))

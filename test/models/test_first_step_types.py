@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import seqtile
-from seqtile.models.first_step import outcome_of
+from seqtile.models.first_step import OUTCOME, outcome_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.small import WORDS, small_model
 
@@ -57,6 +57,17 @@ def step(model: nn.Module, autocast: torch.dtype | None) -> None:
     scaler.scale(loss).backward()
 
 
+def below_the_head(model: PreTrainedModel, autocast: torch.dtype | None) -> None:
+    """The model below the head is compared, too, where it runs by itself."""
+    base = model.base_model
+    for module in (model, base):
+        vars(module).pop(OUTCOME, None)
+    given = {name: value for name, value in batch().items() if name != "labels"}
+    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        base(**given)
+    assert base is model or "equal the untiled model's up to rounding" in outcome_of(model), outcome_of(model)
+
+
 EVERY_DAY = ("gpt2-float32", "bart-float16", "gpt_oss-bfloat16", "olmo2-autocast*", "deepseek_v3-autocast bfloat16")
 EVERY_DAY += ("llama-float16", "qwen3_moe-float32", "granite-bfloat16")
 
@@ -82,5 +93,7 @@ def test_no_false_alarm(model_type: str, precision: str) -> None:
         compared += "equal the untiled model's up to rounding" in outcome_of(model)
         assert not compared or "every gradient" in outcome_of(model)
         assert compared or "the untiled model fails" in outcome_of(model), outcome_of(model)
+        if compared and layer:
+            below_the_head(model, autocast)
     if not compared:
         pytest.skip("it cannot be trained so, or has nothing that is tiled")

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.utils import logging
 
 from seqtile.models.find import layers_of, positional_of
+from seqtile.models.first_step import check_first_step
 from seqtile.models.placement import Options
 from seqtile.renamed import CACHE_NAMES, cache_in
 
@@ -35,6 +36,7 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
     names = [each.name for each in positional_of(original)]
 
     def forward(self, *args, **kwargs):
+        check_first_step(self, options, original, args, kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         in_training = self.training and torch.is_grad_enabled()
         if not in_training or cache_in(given) is not None:

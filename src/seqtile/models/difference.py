@@ -21,8 +21,10 @@ FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond
 _FEW = 8  # numbers of a parameter, by chance little changed by one bit: a scalar was 5 times that apart in float16
 _OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
 _OF_THE_WHOLE = 1e-7  # a gradient that is so small is rounding
+LOSS_NAME, STATES_NAME = "the loss", "the last hidden states"
 Vectors = dict[str, torch.Tensor | None]
-"""The loss, by the name "loss", and gradients by their parameters' names; None of a parameter that got none."""
+"""What a forward returned, by `LOSS_NAME` or `STATES_NAME`, and gradients by the names of their parameters; None of a
+parameter that got none."""
 
 
 class Difference(NamedTuple):
@@ -46,24 +48,24 @@ def loss_and_gradients(
 ) -> Vectors:
     """Runs a forward and a backward, and returns the loss and the gradients of `leaves` and of the embeddings' output.
 
-    `forward` is a plain function, which may add to `leaves`. `nudge` is the relative change of what the embeddings
-    return, up or down as `seed` says.
+    `forward` is a plain function, which may add to `leaves`. Of a model without a loss, its last hidden states replace
+    the loss, and the gradients are those of their mean with random signs. `nudge` is the relative change of what the
+    embeddings return, up or down as `seed` says.
     """
     embedded: list[torch.Tensor] = []
 
     def nudged(output: torch.Tensor) -> torch.Tensor:
         if nudge:
-            drawn = torch.Generator().manual_seed(seed)
-            signs = torch.randint(0, 2, output.shape, generator=drawn, device="cpu") * 2 - 1
-            output = output * (1 + nudge * signs.to(output.device)).to(output.dtype)
+            output = output * (1 + nudge * _signs(output, seed)).to(output.dtype)
         embedded.append(output)
         return output
 
     if (given := inputs.get("inputs_embeds")) is not None:
-        loss = forward(model, **inputs | {"inputs_embeds": nudged(given.detach().requires_grad_())}).loss
+        output = forward(model, **inputs | {"inputs_embeds": nudged(given.detach().requires_grad_())})
     else:
         with model.get_input_embeddings().register_forward_hook(lambda module, args, output: nudged(output)):
-            loss = forward(model, **inputs).loss
+            output = forward(model, **inputs)
+    name, returned, loss = _returned(output, inputs.get("attention_mask"))
     wanted = dict(leaves)
     wanted |= {f"the embeddings' output {i}".removesuffix(" 0"): x for i, x in enumerate(embedded) if x.requires_grad}
     in_half = precision_of(next(iter(embedded), loss)) == torch.finfo(torch.float16).eps
@@ -75,7 +77,23 @@ def loss_and_gradients(
             scaled = loss * 2.0**10 if in_half else loss  # gradients may be small
             found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
     vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
-    return {"loss": loss.detach().reshape(1)} | vectors
+    return {name: returned.detach().flatten()} | vectors
+
+
+def _returned(output: Any, mask: torch.Tensor | None) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """Returns the name and the value of what is compared of an output, and the scalar whose gradients are. Hidden
+    states [B, S, D] of padding, of which `mask` [B, S] tells, are left out."""
+    if (loss := getattr(output, "loss", None)) is not None:
+        return LOSS_NAME, loss, loss
+    states = output.last_hidden_state
+    if isinstance(mask, torch.Tensor) and mask.shape == states.shape[:-1]:
+        states = states[mask.to(states.device) != 0]
+    return STATES_NAME, states, (states * _signs(states, 3)).float().mean() * states.shape[-1] ** 0.5
+
+
+def _signs(like: torch.Tensor, seed: int) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(seed)
+    return (torch.randint(0, 2, like.shape, generator=drawn, device="cpu") * 2 - 1).to(like.device)
 
 
 def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,9 +116,11 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
 
     Rounding goes in any direction, so half as far is too far along the untiled gradient, which is longer or shorter.
     """
-    whole = max((float(vector.norm()) for vector in untiled.values() if vector is not None), default=0.0)
+    sizes = [float(each.norm()) for name, each in untiled.items() if each is not None and name != STATES_NAME]
+    whole = max(sizes, default=0.0)
     bit = {name: distance(truth, nudged.get(name)) for name, truth in untiled.items() if truth is not None}
-    typical = median([share for name, share in bit.items() if name != "loss"] or [0.0])  # some are small by chance
+    of_gradients = [share for name, share in bit.items() if name not in (LOSS_NAME, STATES_NAME)]
+    typical = median(of_gradients or [0.0])  # some are small by chance
     found: list[Difference] = []
     for name, truth in untiled.items():
         ours = tiled.get(name)
@@ -114,7 +134,7 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
         if not size < float("inf"):  # an overflow of float16
             continue
         rounding, factor, products = max(bit[name], typical), FACTOR * max(1.0, _FEW / truth.numel()), 2 * eps
-        if name == "loss":
+        if name in (LOSS_NAME, STATES_NAME):
             rounding, factor = bit[name], FACTOR
             products *= 1 if truth.dtype == torch.float32 else 3  # PyTorch's is up to 1.6 eps off in bfloat16
         allowed = (factor * (rounding + _OF_SUMS) + products) * size + _OF_THE_WHOLE * whole
@@ -122,10 +142,11 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
         error = float(off.norm())
         along = abs(float((off * truth).sum())) / size if size else 0.0
         if not max(error, 2 * along) <= allowed:
-            what = "the loss" if name == "loss" else f"the gradient of {name}"
+            what = name if name in (LOSS_NAME, STATES_NAME) else f"the gradient of {name}"
             relative = error / size if size else error
             share = f"{relative:.1%}" if relative >= 1e-3 else f"{relative:.1e} of it"
-            found.append(Difference(f"{what} differs by {share}", relative, rounding))
+            verb = "differ" if name == STATES_NAME else "differs"
+            found.append(Difference(f"{what} {verb} by {share}", relative, rounding))
     return max(found, key=lambda each: each.error, default=None)
 
 

@@ -6,7 +6,8 @@
 
 Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see difference.py, nothing is
 trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
-and of the embeddings' output, with check="full" of every parameter.
+and of the embeddings' output, with check="full" of every parameter. Where the model below the head is called by itself,
+as TRL's trainers do, its last hidden states are compared in place of the loss.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
+from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
 
 logger = logging.get_logger(__name__)
@@ -37,7 +39,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what 
 
 
 def checked_forward(options: Options, original: Callable) -> Callable:
-    """Returns `original`, the forward (a plain function) of a model whose loss is not tiled, after the check."""
+    """Returns `original`, the forward (a plain function) of a model that is not tiled itself, after the check."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         check_first_step(self, options, original, args, kwargs)
@@ -63,12 +65,16 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     made_of = _MadeOf(model)
     outcome = _outcome(model, options, original, args, kwargs)
     vars(model)[OUTCOME] = (made_of, outcome)
+    for inside in tiled_modules(model):
+        if isinstance(inside, PreTrainedModel) and inside is not model:  # the model below the head, compared with it
+            vars(inside)[OUTCOME] = (_MadeOf(inside), outcome)
     logger.info(f"seqtile's first step: {outcome}")
 
 
 def outcome_of(model: nn.Module) -> str | None:
-    """Returns the comparison's outcome; None if there was none yet."""
-    return vars(model).get(OUTCOME, (None, None))[1]
+    """Returns the comparison's outcome, of the model or of that below its head; None if there was none yet."""
+    found = (vars(each).get(OUTCOME, (None, None))[1] for each in (model, model.base_model))
+    return next((outcome for outcome in found if outcome is not None), None)
 
 
 class _MadeOf:
@@ -145,7 +151,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
-    return f"the loss and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
+    return f"{next(iter(untiled))} and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
 
 
 def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
@@ -180,6 +186,8 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
         return "it is inside a transform of torch.func"
     if cache_in(kwargs) is not None:
         return "it was given a cache"
+    if LAYOUT in kwargs:
+        return "its forward below the head was called by itself, with a part of a batch or with shared prefixes"
     for module in model.modules():
         if module._compiled_call_impl is not None:
             return f"its {name_of(module)} is compiled"

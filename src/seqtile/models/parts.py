@@ -52,5 +52,6 @@ EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swappe
 LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict)
 NORM = Part("layer", norms_of, tiled_norm_forward, norm_verdict, swapped=True)
 BASE = Part("layer", base_models_of, uncached_forward)
-CHECK = Part("", lambda model: [model], checked_forward)  # where the loss is not tiled, whose forward checks, too
+# Where neither the loss nor layers are tiled, whose forwards check, too; below the head for those who call that alone.
+CHECK = Part("", lambda model: list(dict.fromkeys((model, model.base_model))), checked_forward)
 PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)

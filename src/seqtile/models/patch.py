@@ -20,7 +20,7 @@ from seqtile.models.first_step import OUTCOME
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
 from seqtile.models.model_types import model_classes
-from seqtile.models.parts import CHECK, LAYER, LOSS, MLP, PARTS, Part
+from seqtile.models.parts import CHECK, LAYER, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
 from seqtile.models.small import config_for, unfilled
@@ -82,10 +82,14 @@ def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple
             raise ValueError(
                 f"layer=True: the layers of {type(model).__name__} cannot be tiled: {reason}; apply with layer=False"
             )
-    if options.check and (model, LOSS) not in found and placement_at(model) is None:
+    placed = {module for module, _ in found}
+    for module in CHECK.modules(model):
+        there = placement_at(module)
+        if module in placed or not (options.check if there is None else not there.part):
+            continue
         with suppress(ValueError):  # a forward that another library has put there
-            check_place(model, options)
-            found.append((model, CHECK))
+            check_place(module, options)
+            found.append((module, CHECK))
     return found, refused
 
 
@@ -145,12 +149,14 @@ def restore(target: nn.Module | str | None = None) -> None:
         del _CLASSES[target]
     else:
         model = unwrapped(target)
-        modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
+        modules = list(dict.fromkeys(module for part in (*PARTS, CHECK) for module in part.modules(model)))
         _unplace_all(modules)
         if (sharded := vars(model).get(SHARDED)) is not None:
             sharded.stop_sharing_prefixes()
-        for name in (_ASKED, _REFUSED, OUTCOME):
+        for name in (_ASKED, _REFUSED):
             vars(model).pop(name, None)
+        for module in modules:
+            vars(module).pop(OUTCOME, None)
         if any(placement.part for module in modules if (placement := placement_at(module))):
             warnings.warn(
                 "this model stays tiled by its classes: "

@@ -29,8 +29,8 @@ class TrialBatch(NamedTuple):
 def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> TrialBatch:
     """Returns the arguments of `forward`, a plain function, cut to at most `TOKENS` tokens of at most `ROWS` rows.
 
-    A batch without labels gets its own tokens as labels. A batch with fewer than `FEWEST` tokens a row is replaced by a
-    made-up one.
+    A batch without labels gets its own tokens as labels, if the forward takes labels. A batch with fewer than `FEWEST`
+    tokens a row is replaced by a made-up one.
     """
     names = list(inspect.signature(forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -38,7 +38,8 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None or tokens.shape[1] < FEWEST:
         ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
-        return TrialBatch({"input_ids": ids, "labels": ids}, ids.shape, [MADE_UP])
+        inputs = {"input_ids": ids} | ({"labels": ids} if "labels" in names else {})
+        return TrialBatch(inputs, ids.shape, [MADE_UP])
     rows = torch.tensor(sorted({0, tokens.shape[0] - 1})[:ROWS])
     columns = _columns(given, tokens.shape[1])
     cut = {name: _cut(value, rows, columns, tokens.shape[:2]) for name, value in given.items()}
@@ -47,7 +48,8 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     is_cut = sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole
     if is_cut and "position_ids" in inputs:
         inputs = _as_one_sequence(inputs, len(columns), sharded.sp_group.rank)
-    _add_labels(inputs)
+    if "labels" in names:
+        _add_labels(inputs)
     return TrialBatch(inputs, torch.Size((len(rows), len(columns))), [name for name in cut if cut[name] is None])
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile.protocols import LAYOUT
 from seqtile.sp.all_to_all import AllToAll, Rows
 from seqtile.sp.balance import Balance
 from seqtile.sp.groups import SequenceParallel, gather
 
-LAYOUT = "ulysses_layout"  # the keyword argument that passes it to every layer
 WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens before padding
 BATCH_HASH = "batch_hash"  # in a shard: the hash of its whole batch
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from seqtile import apply_seqtile, sp
+from seqtile.integrations.trl import apply_seqtile_to_trl
 
 
 class SequenceParallelGRPOTrainer(sp.SequenceParallelTrainerMixin, GRPOTrainer):
@@ -31,7 +32,8 @@ tokenizer = AutoTokenizer.from_pretrained(name)
 prompt = tokenizer.decode(tokenizer(inspect.getsource(inspect)).input_ids[:LENGTH])
 dataset = Dataset.from_list([{"prompt": prompt}] * 8)
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-apply_seqtile(model, loss=False)  # MLPs; of the head TRL computes the tokens that count
+apply_seqtile(model, loss=False)  # the MLPs
+apply_seqtile_to_trl()  # the head: each rank computes the log-probabilities of its own tokens
 trainer = SequenceParallelGRPOTrainer(
     model, reward, arguments, dataset, processing_class=tokenizer, sequence_parallel=ctx
 )

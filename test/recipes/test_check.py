@@ -107,7 +107,7 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == scale_is_forgotten
     if scale_is_forgotten:
         printed = " ".join(result.stdout.split())
-        said = r"variants: \d+ right, 1 different residual_multiplier=0.5 is different: the gradient"
+        said = r"other batches\): \d+ right, 1 different residual_multiplier=0.5 is different: the gradient"
         assert re.search(said, printed), printed
         return
     report = json.loads(result.stdout)

@@ -84,6 +84,7 @@ def test_what_does_not_fit() -> None:
     [
         (("--gpus", "4", "--zero-stage", "0", "--lora-rank", "8"), "DistributedDataParallel(model)"),
         (("--gpus", "4", "--zero-stage", "2", "--lora-rank", "8"), "DeepSpeed's ZeRO-2"),
+        (("--gpus", "16"), "# torchrun --nnodes 2 ... --nproc-per-node 8 this_script.py"),
         (("--gpus", "4"), "fully_shard(layer, mp_policy=...) of every layer, then of the model"),
         (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
         (("--offload", "optimizer", "--offload", "weights"), 'offload.enable(model, device="cuda")'),

@@ -207,7 +207,9 @@ def print_report(report: Report, console: Console) -> None:
         said.append("the loss cannot be tiled: no head over a vocabulary")
     if report.variants:
         counts = Counter(row.how for row in report.variants)
-        said.append(f"variants: {', '.join(f'{number} {how}' for how, number in counts.items())}")
+        said.append(
+            f"variants (other values of the config, other batches): {', '.join(f'{number} {how}' for how, number in counts.items())}"
+        )
     told = (row for row in report.variants if row.reason and row.how != FAILS)
     said += [f"{row.variant} is {row.how}: {row.reason}" for row in told]
     if said:

@@ -206,7 +206,16 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     imports = [
         line for named, line in IMPORTS.items() if any(re.search(rf"(?<!\w){re.escape(named)}", each) for each in code)
     ]
-    return imports + lines
+    return _launch(plan.setup) + imports + lines
+
+
+def _launch(setup: Setup) -> list[str]:
+    """Returns the command that starts a script on several GPUs, as a comment."""
+    if setup.gpus == 1:
+        return []
+    each = min(setup.gpus, setup.gpus_per_node)
+    nodes = f" --nnodes {-(-setup.gpus // each)} ..." if setup.gpus > each else ""
+    return [f"# torchrun{nodes} --nproc-per-node {each} this_script.py"]
 
 
 def _to_turn_on(plan: Plan, model: str) -> list[str]:

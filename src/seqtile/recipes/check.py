@@ -206,10 +206,8 @@ def print_report(report: Report, console: Console) -> None:
     if not any(line.part == LOSS.option for line in report.lines):
         said.append("the loss cannot be tiled: no head over a vocabulary")
     if report.variants:
-        counts = Counter(row.how for row in report.variants)
-        said.append(
-            f"variants (other values of the config, other batches): {', '.join(f'{number} {how}' for how, number in counts.items())}"
-        )
+        counts = ", ".join(f"{number} {how}" for how, number in Counter(row.how for row in report.variants).items())
+        said.append(f"variants (other values of the config, other batches): {counts}")
     told = (row for row in report.variants if row.reason and row.how != FAILS)
     said += [f"{row.variant} is {row.how}: {row.reason}" for row in told]
     if said:

@@ -3,6 +3,7 @@
 from mutants_list.mutant import Mutant
 
 CHUNKED = ("distributed/test_chunked_parts.py",)
+FIRST_STEP = ("models/test_first_step.py",)
 GRADIENTS = ("models/test_gradients.py",)
 LAZY_LOGITS = ("models/test_lazy_logits.py",)
 LAYER = ("models/test_layer.py",)
@@ -43,6 +44,30 @@ MUTANTS = (
         "if (unknown := None) is not None:",
         PATCH,
         select="refused",
+    ),
+    Mutant(
+        "first step: hidden states of padding are compared",
+        "_returned",
+        "states = states[mask.to(states.device) != 0]",
+        "pass",
+        FIRST_STEP,
+        select="padding",
+    ),
+    Mutant(
+        "first step: whole layers do not compare below the head",
+        "uncached_forward.forward",
+        "check_first_step(self, options, original, args, kwargs)",
+        "pass",
+        FIRST_STEP,
+        select="below_the_head",
+    ),
+    Mutant(
+        "first step: what is compared with the head is compared below it again",
+        "check_first_step",
+        "vars(inside)[OUTCOME] = (_MadeOf(inside), outcome)",
+        "pass",
+        FIRST_STEP,
+        select="below_the_head",
     ),
     Mutant(
         "MLP: the biases are not read",

@@ -41,15 +41,16 @@ def longest() -> dict[str, int]:
 def caption() -> str:
     """Returns what README says below the picture."""
     lengths = longest()
-    said = [f"{n / 1e6:.1f}M" if n > 1e6 else f"{n / 1000:.0f}K" for n in lengths.values()]
+    said = [f"{tokens:,}" for tokens in lengths.values()]
+    both = memory.longest(MODEL, **vars(with_features(memory.Setup(**COMMON), "loss, MLP", "Liger"))).tokens
     host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
-        "*Predicted by `seqtile.memory`, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of "
-        f"{GPU_GIB} GiB, a fifth of it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} "
-        f"tokens with Hugging Face, {said[1]} with Liger (its norms and RoPE, a tiled loss), {said[2]} with seqtile, "
-        f"{said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs in host "
-        f"memory too, {host:.0f} GiB of it. Only simulations support these plans: [no run that was measured has LoRA "
-        "or whole layers](docs/predictions.md).*"
+        f"*Predicted, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} GiB, a fifth of "
+        f"it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} tokens with Hugging Face, "
+        f"{said[1]} with Liger (norms, RoPE and tiled loss), {said[2]} with seqtile ({both:,} with Liger's norms too), "
+        f"{said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs too in "
+        f"{host:.0f} GiB of host memory. Only simulations support this: [no run measured by others has LoRA or whole "
+        "layers](docs/predictions.md).*"
     )
     return fill(text, 130)
 

@@ -19,7 +19,7 @@ from models.test_layer_sharing import built
 from models.test_paths import hooked
 from seqtile.models import any_layer, layer_arguments
 from seqtile.models.base_model import base_models_of
-from seqtile.models.difference import LOSS_NAME, difference
+from seqtile.models.difference import LOSS_NAME, STATES_NAME, difference
 from seqtile.models.first_step import outcome_of
 from seqtile.models.parts import LOSS
 from seqtile.models.patch import apply
@@ -162,6 +162,14 @@ def test_how_far_a_loss_may_be_off(dtype: torch.dtype, off: float, found: bool) 
     loss = torch.tensor([3.5])
     untiled, tiled = {LOSS_NAME: loss.to(dtype)}, {LOSS_NAME: (loss * (1 + off)).to(dtype)}
     assert (difference(untiled, tiled, untiled, torch.finfo(torch.bfloat16).eps) is not None) == found
+
+
+def test_a_gradient_that_overflowed_says_nothing_of_others() -> None:
+    gradients = {"a": torch.full((9,), torch.nan), "b": torch.ones(9)}
+    untiled = {STATES_NAME: torch.ones(9)} | gradients
+    for off, found in ((1e-7, False), (1e-2, True)):
+        tiled = untiled | {"b": torch.ones(9) + off}
+        assert (difference(untiled, tiled, untiled, 1e-7) is not None) == found
 
 
 def test_a_part_that_fails_is_not_trained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

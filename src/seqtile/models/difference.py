@@ -117,7 +117,7 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
     Rounding goes in any direction, so half as far is too far along the untiled gradient, which is longer or shorter.
     """
     sizes = [float(each.norm()) for name, each in untiled.items() if each is not None and name != STATES_NAME]
-    whole = max(sizes, default=0.0)
+    whole = max((size for size in sizes if size < float("inf")), default=0.0)  # others overflowed
     bit = {name: distance(truth, nudged.get(name)) for name, truth in untiled.items() if truth is not None}
     of_gradients = [share for name, share in bit.items() if name not in (LOSS_NAME, STATES_NAME)]
     typical = median(of_gradients or [0.0])  # some are small by chance

@@ -85,7 +85,8 @@ def test_what_does_not_fit() -> None:
         (("--gpus", "4", "--zero-stage", "0", "--lora-rank", "8"), "DistributedDataParallel(model)"),
         (("--gpus", "4", "--zero-stage", "2", "--lora-rank", "8"), "DeepSpeed's ZeRO-2"),
         (("--gpus", "16"), "# torchrun --nnodes 2 ... --nproc-per-node 8 this_script.py"),
-        (("--gpus", "4"), "fully_shard(layer, mp_policy=...) of every layer, then of the model"),
+        (("--gpus", "4"), "fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
+        (("--gpus", "4", "--lora-rank", "8"), "# DeepSpeed's ZeRO-3"),
         (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
         (("--offload", "optimizer", "--offload", "weights"), 'offload.enable(model, device="cuda")'),
         (("--lora-rank", "8", "--load-in-4bit"), 'bnb_4bit_quant_type="nf4"'),
@@ -218,8 +219,10 @@ def test_lines_to_turn_on_are_a_script(tmp_path: Path) -> None:
         ("--gpus", "4", "--lora-rank", "8", "--load-in-4bit"),
         ("--gpus", "4", "--layer", "--autocast", "--seq-len", "9000"),
         ("--only", "loss,Liger", "--offload", "weights"),
+        ("--gpus", "4"),
     ):
-        lines = json.loads(said(LLAMA, *arguments, "--offload", "optimizer", "--json"))["turn_on"]
+        moved = ("--offload", "optimizer") if len(arguments) > 2 else ()
+        lines = json.loads(said(LLAMA, *arguments, *moved, "--json"))["turn_on"]
         nodes = list(ast.walk(ast.parse("\n".join(lines))))
         known = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
         known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -195,6 +195,7 @@ IMPORTS = {  # what stands in a line to turn on -> the import that it needs
     "LoraConfig": "from peft import LoraConfig, get_peft_model",
     "BitsAndBytesConfig": "from transformers import BitsAndBytesConfig",
     "AutoModelForCausalLM": "from transformers import AutoModelForCausalLM",
+    "fully_shard": "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
 }
 
 
@@ -221,6 +222,9 @@ def _launch(setup: Setup) -> list[str]:
 def _to_turn_on(plan: Plan, model: str) -> list[str]:
     setup, lines, quantised = plan.setup, [], ""
     moved = [part for part in setup.offload if part != "activations"]
+    in_float32 = setup.full and setup.zero_stage == 3 and setup.gpus > 1 and not moved  # as FSDP2 trains all weights
+    if setup.gpus > 1:
+        lines.append(f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group')
     if setup.liger:
         liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
         lines += [f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"]
@@ -229,7 +233,8 @@ def _to_turn_on(plan: Plan, model: str) -> list[str]:
         lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
         quantised = ", quantization_config=four_bits"
     attention = 'attn_implementation="flash_attention_2"'
-    lines.append(f"model = AutoModelForCausalLM.from_pretrained({json.dumps(model)}, {attention}{quantised})")
+    dtype = ", dtype=torch.float32" if in_float32 else ""
+    lines.append(f"model = AutoModelForCausalLM.from_pretrained({json.dumps(model)}, {attention}{dtype}{quantised})")
     if not setup.full:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:
@@ -243,9 +248,11 @@ def _to_turn_on(plan: Plan, model: str) -> list[str]:
         lines.append(f'sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}), batches="whole")')
     if moved:
         lines.append(f"# DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
+    elif in_float32:
+        policy = "" if setup.autocast else f", mp_policy=MixedPrecisionPolicy(torch.{setup.dtype}, torch.float32)"
+        lines += ["for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"]
     elif setup.gpus > 1:
-        others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2"]
-        others.append("fully_shard(layer, mp_policy=...) of every layer, then of the model")
+        others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2", "DeepSpeed's ZeRO-3"]
         lines.append(f"# {others[setup.zero_stage]}")
     if "activations" in setup.offload:
         lines.append('offload.enable(model, device="cuda")' if "weights" in moved else "offload.enable(model)")

@@ -45,10 +45,10 @@ def caption() -> str:
     both = memory.longest(MODEL, **vars(with_features(memory.Setup(**COMMON), "loss, MLP", "Liger"))).tokens
     host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
-        f"*Predicted, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} GiB, a fifth of "
-        f"it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} tokens with Hugging Face, "
-        f"{said[1]} with Liger (norms, RoPE and tiled loss), {said[2]} with seqtile ({both:,} with Liger's norms too), "
-        f"{said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs too in "
+        f"*Predicted, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} GiB, a fifth "
+        f"of it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} tokens with Hugging "
+        f"Face, {said[1]} with Liger (norms, RoPE and tiled loss), {said[2]} with seqtile ({both:,} with Liger's norms "
+        f"too), {said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs too in "
         f"{host:.0f} GiB of host memory. Only simulations support this: [no run measured by others has LoRA or whole "
         "layers](docs/predictions.md).*"
     )

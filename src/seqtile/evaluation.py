@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -121,7 +122,7 @@ def evaluate(
             "or leave stride out for half of it"
         )
     context = min(context, longest)
-    if context > (most := _positions(model)):
+    if context > (most := _positions(model)) and not (dist.is_initialized() and dist.get_rank() > 0):
         logger.warning_once(
             f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
             f"tokens at once: losses of later positions mean little; pass context={most} (--context {most}) or less"

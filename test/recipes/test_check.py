@@ -91,7 +91,7 @@ def test_a_model_that_differs() -> None:
     assert result.exit_code == 1
     assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
     assert "what is refused or left untiled trains as before" in result.stdout
-    assert "heads by group" not in result.stdout, "a column that would be empty"
+    assert "head_groups" not in result.stdout, "a column that would be empty"
     assert "loss" in result.stdout and "mlp" in result.stdout
 
 
@@ -120,7 +120,7 @@ def test_with_its_own_weights(tmp_path: Path) -> None:
     LlamaForCausalLM(small_config(LlamaConfig())).save_pretrained(tmp_path)
     assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"fused"}
     shown = check(tmp_path, "--full").stdout
-    assert "heads by group" in shown and "trains as before" not in shown
+    assert "head_groups" in shown and "trains as before" not in shown
 
 
 AUTO = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}

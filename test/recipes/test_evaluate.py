@@ -46,6 +46,15 @@ def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
     assert f"{'all':>22}{found['tokens']:>12,}{found['loss']:>9.4f}" in printed
 
 
+def test_the_picture_is_left_out_without_matplotlib(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("seqtile.recipes.evaluate.find_spec", lambda name: None)
+    evaluated(*files, "--output", str(tmp_path / "out"))
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["evaluation.json"]
+    assert "needs matplotlib" in caplog.text
+
+
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("<s> ", ""), ("<s> ", " </s>")], ids=repr)
 def test_the_tokens_of_the_tokenizer(before: str, after: str, files: list[str]) -> None:
     """The tokenizer's tokens, with the special tokens that it adds, of the text as Python reads it, with lines ending

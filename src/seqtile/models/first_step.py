@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from seqtile.models.difference import Difference, brief, difference, precision_of
+from seqtile.models.difference import STATES_NAME, Difference, brief, difference, precision_of
 from seqtile.models.placement import Options, name_of
 from seqtile.models.replaced import hook_reason, sizes_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
@@ -149,7 +149,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"{where}{part}. Nothing was trained. {_remedy(option)}"
         )
     gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
-    left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
+    without = [*batch.left_out, *(["the head"] if STATES_NAME in untiled else [])]
+    left_out = f" (left out: {', '.join(without)})" if without else ""
     tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
     return f"{next(iter(untiled))} and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
 
@@ -187,7 +188,8 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
     if cache_in(kwargs) is not None:
         return "it was given a cache"
     if LAYOUT in kwargs:
-        return "its forward below the head was called by itself, with a part of a batch or with shared prefixes"
+        how = "shared prefixes" if kwargs[LAYOUT].sp_group.size == 1 else "a sequence that ranks share"
+        return f"a model that a trainer calls below its head is not compared with {how}"
     for module in model.modules():
         if module._compiled_call_impl is not None:
             return f"its {name_of(module)} is compiled"

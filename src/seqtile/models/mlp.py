@@ -140,8 +140,8 @@ def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
     if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
         said.append(chunk)
         logger.warning_once(
-            f"a batch fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
-            "save no memory; if all batches are this short, pass a smaller chunk_tokens"
+            f"seqtile: a batch fits in one chunk of {chunk} tokens, so its MLPs and layers run untiled and save no "
+            "memory; if all batches are this short, pass a smaller chunk_tokens"
         )
 
 

@@ -184,7 +184,7 @@ def _cost(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
 
 def print_report(report: Report, console: Console) -> None:
     in_groups = any(line.head_groups for line in report.lines)
-    by_group = ["heads by group"] * in_groups
+    by_group = ["head_groups"] * in_groups
     columns = ["part", "modules", "tiled", *by_group, "error tiled", "error untiled", "work", "peak"]
     table = Table(*columns, box=None, header_style="")
     for line in report.lines:
@@ -197,7 +197,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         "tiled: fused, computed from the weights; chunked, its own forward run once a chunk; refused, left untiled\n"
         "error tiled, error untiled: largest relative error of the loss or a gradient against float64\n"
-        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, over the untiled model's"
+        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens over the untiled model's,\n"
+        "without checkpointing, which would repeat most of that work in either model"
     )
     said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
     said += [f"left untiled even with layer=True: {reason}" for reason in report.untiled]

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "probe: a peer that is not installed is run",
         "Case.absent",
-        'return self.row("not installed")',
+        'return Row(self.probe, self.system, self.package, "not installed")',
         "return None",
         PROBE,
     ),

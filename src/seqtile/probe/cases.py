@@ -45,7 +45,7 @@ class Case:
     def absent(self) -> Row | None:
         """Returns the row of a case that cannot run here, else None."""
         if not installed(self.package):
-            return Row(self.probe, self.system, self.package, "not installed", "", "")  # a note would say what it found
+            return Row(self.probe, self.system, self.package, "not installed")
         return self.row("needs a GPU") if self.gpu and not torch.cuda.is_available() else None
 
     def run(self) -> Row:

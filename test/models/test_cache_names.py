@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from seqtile.models import base_model, first_step
 from seqtile.models.layer_arguments import LayerArguments
+from seqtile.models.placement import Options
 from seqtile.renamed import CACHE_NAMES, cache_in
 from seqtile.sp import sharding_hooks, whole_batches
 from support.tiny import build, tiled_copy
@@ -78,7 +79,7 @@ def test_a_model_in_training_keeps_a_cache_that_it_is_given(name: str) -> None:
     parameters = inspect.signature(original).parameters.values()
     renamed = [each.replace(name=name) if each.name == "cache" else each for each in parameters]
     original.__signature__ = inspect.Signature(renamed)
-    forward, model = base_model.uncached_forward(None, original), Model()
+    forward, model = base_model.uncached_forward(Options(check=False), original), Model()
     model.config = type("Config", (), {"use_cache": False})
     forward(model, 1, use_cache=True)
     forward(model, 1, DynamicCache(), use_cache=True)

@@ -48,9 +48,10 @@ def gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def larger_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that run chunk by chunk get gradients that are a tenth too large."""
-    right = tiled.gradients_of
-    monkeypatch.setattr(tiled, "gradients_of", lambda *args: [None if g is None else 1.1 * g for g in right(*args)])
+    """Parts that run chunk by chunk get gradients that are a tenth too large; in bfloat16, where rounding may explain
+    15 %, three tenths."""
+    right, excess = tiled.gradients_of, 1.1 if next(model.parameters()).dtype == torch.float32 else 1.3
+    monkeypatch.setattr(tiled, "gradients_of", lambda *args: [None if g is None else excess * g for g in right(*args)])
 
 
 def overwrite_main_grads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def fsdp1(model: nn.Module, **options: object):
 
 
 EQUAL = "equal the untiled model's up to rounding"
-BELOW = f"the last hidden states and 21 gradients {EQUAL}"
+BELOW = f"the last hidden states and 21 gradients below the head {EQUAL}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 import seqtile
 from models.layered import KINDS, packed
@@ -214,7 +215,7 @@ def test_compared_where_the_model_below_the_head_is_called(on_classes: bool, opt
         model = copy.deepcopy(place) if not on_classes else build("llama")
         seqtile.apply_seqtile(model, **options) if not on_classes else None
         model.model(**below)
-        assert "the last hidden states and 21 gradients equal" in str(seqtile.status(model))
+        assert "the last hidden states and 21 gradients below the head equal" in str(seqtile.status(model))
         model(**batch)
         assert "the loss and 22 gradients equal" in (found := outcome_of(model))
         model.model(**below)
@@ -225,6 +226,18 @@ def test_compared_where_the_model_below_the_head_is_called(on_classes: bool, opt
                 model.model(**below)
     finally:
         seqtile.restore("llama")
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_models_without_a_head_over_a_vocabulary(labelled: bool, layer: bool) -> None:
+    """A classifier's labels cannot be cut to a few tokens; the model below its head is compared nevertheless."""
+    cls = AutoModelForSequenceClassification if labelled else AutoModel
+    model, batch = cls.from_config(build("llama", pad_token_id=0).config).train(), batch_of(2, 61)
+    seqtile.apply_seqtile(model, loss=False, layer=layer, chunk_tokens=CHUNK)
+    batch["labels"] = torch.tensor([0, 1])
+    model(**batch if labelled else {"input_ids": batch["input_ids"]})
+    assert "the last hidden states and 21 gradients below the head equal" in str(seqtile.status(model))
 
 
 def test_padding_is_not_compared_below_the_head() -> None:

@@ -66,7 +66,7 @@ def test_attentions_are_recorded_of_layers_that_run_untiled(reentrant: bool | No
     for model in (untiled, tiled):
         checkpointing(model, reentrant)
     if reentrant is False and not _FORWARD_CHECKPOINTS:  # a recomputation cannot be told of it
-        with pytest.raises(ValueError, match="attentions are asked for of a tiled layer under checkpointing"):
+        with pytest.raises(ValueError, match="output_attentions=True reaches a tiled layer under checkpointing"):
             tiled(**batch)
         return
     assert relative_error(tiled(**batch).attentions[1], untiled(**batch).attentions[1]) <= 1e-5

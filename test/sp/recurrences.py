@@ -85,6 +85,10 @@ def every_day(count: int, case: Case) -> bool:
     return turn and (i % 5 == 0 if count == 1 else count == (4 if i % 4 == 1 else 2) or case.family == "lfm2")
 
 
+REFUSED_OF_OLDEST = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "nemotron_h", "mamba2", "falcon_h1", "lfm2")
+"""The families that transformers 5.16 lacks, or whose layers it does not give what `sp` passes: refused there."""
+
+
 def build(family: str, **changes: Any) -> nn.Module:
     """A small model with larger weights than the usual initialisation, so that no value is tiny; except decay
     parameters."""

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -20,6 +21,7 @@ from seqtile.kernels.dispatch import triton
 from seqtile.ops.chunks import is_trial
 from seqtile.renamed import enable_checkpointing
 
+OLDEST = Version(transformers.__version__) < Version("5.17")  # the suite runs on it and on the pinned
 VOCAB = 211
 CHUNK = 50  # tokens a chunk in these tests
 _SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 130, "num_hidden_layers": 2}

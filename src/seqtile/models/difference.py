@@ -22,6 +22,7 @@ _FEW = 8  # numbers of a parameter, by chance little changed by one bit: a scala
 _OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
 _OF_THE_WHOLE = 1e-7  # a gradient that is so small is rounding
 LOSS_NAME, STATES_NAME = "the loss", "the last hidden states"
+_RETURNED = (LOSS_NAME, STATES_NAME)
 Vectors = dict[str, torch.Tensor | None]
 """What a forward returned, by `LOSS_NAME` or `STATES_NAME`, and gradients by the names of their parameters; None of a
 parameter that got none."""
@@ -116,10 +117,11 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
 
     Rounding goes in any direction, so half as far is too far along the untiled gradient, which is longer or shorter.
     """
-    sizes = [float(each.norm()) for name, each in untiled.items() if each is not None and name != STATES_NAME]
-    whole = max((size for size in sizes if size < float("inf")), default=0.0)  # others overflowed
+    sizes = {name: float(each.norm()) for name, each in untiled.items() if each is not None}
+    finite = [size for name, size in sizes.items() if name != STATES_NAME and size < float("inf")]  # others overflowed
+    whole = max(finite, default=0.0)
     bit = {name: distance(truth, nudged.get(name)) for name, truth in untiled.items() if truth is not None}
-    of_gradients = [share for name, share in bit.items() if name not in (LOSS_NAME, STATES_NAME)]
+    of_gradients = [share for name, share in bit.items() if name not in _RETURNED]
     typical = median(of_gradients or [0.0])  # some are small by chance
     found: list[Difference] = []
     for name, truth in untiled.items():
@@ -127,14 +129,13 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
         if truth is None or ours is None:
             if truth is None and ours is not None:
                 found.append(Difference(f"{name} gets a gradient, untiled none,", 1.0, 0.0))
-            elif truth is not None and float(truth.norm()) > 0:
+            elif truth is not None and sizes[name] > 0:
                 found.append(Difference(f"{name} gets no gradient", 1.0, 0.0))
             continue
-        size = float(truth.norm())
-        if not size < float("inf"):  # an overflow of float16
+        if not (size := sizes[name]) < float("inf"):  # an overflow of float16
             continue
         rounding, factor, products = max(bit[name], typical), FACTOR * max(1.0, _FEW / truth.numel()), 2 * eps
-        if name in (LOSS_NAME, STATES_NAME):
+        if name in _RETURNED:
             rounding, factor = bit[name], FACTOR
             products *= 1 if truth.dtype == torch.float32 else 3  # PyTorch's is up to 1.6 eps off in bfloat16
         allowed = (factor * (rounding + _OF_SUMS) + products) * size + _OF_THE_WHOLE * whole
@@ -142,7 +143,7 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
         error = float(off.norm())
         along = abs(float((off * truth).sum())) / size if size else 0.0
         if not max(error, 2 * along) <= allowed:
-            what = name if name in (LOSS_NAME, STATES_NAME) else f"the gradient of {name}"
+            what = name if name in _RETURNED else f"the gradient of {name}"
             relative = error / size if size else error
             share = f"{relative:.1%}" if relative >= 1e-3 else f"{relative:.1e} of it"
             verb = "differ" if name == STATES_NAME else "differs"

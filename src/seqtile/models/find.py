@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from seqtile.models.mlp import num_experts
+from seqtile.models.mlp import is_mxfp4, num_experts
 from seqtile.models.weights import own_weights
 
 # Arguments that tell of other tokens, or more:
@@ -53,7 +53,7 @@ def text_model_of(model: nn.Module) -> nn.Module:
 
 def are_experts(module: nn.Module) -> bool:
     """Returns whether a module holds the weights of all experts of a mixture and gets the experts of each token."""
-    return len(_arguments(type(module))) == 3 and num_experts(module) > 0
+    return is_mxfp4(module) or (len(_arguments(type(module))) == 3 and num_experts(module) > 0)
 
 
 def _is_mlp(module: nn.Module) -> bool:

@@ -35,6 +35,7 @@ from seqtile.renamed import cache_in
 logger = logging.get_logger(__name__)
 CHUNKS = (5, 11, 9, 13)  # tokens of a row in a chunk, the first that is no size of the model
 OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
+_UNCOMPARED = "not compared"  # as an outcome begins where nothing could be compared
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what PEFT says of them, on a module
 
 
@@ -65,16 +66,21 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     made_of = _MadeOf(model)
     outcome = _outcome(model, options, original, args, kwargs)
     vars(model)[OUTCOME] = (made_of, outcome)
-    for inside in tiled_modules(model):
+    for inside in () if _is_uncompared(outcome) else tiled_modules(model):
         if isinstance(inside, PreTrainedModel) and inside is not model:  # the model below the head, compared with it
             vars(inside)[OUTCOME] = (_MadeOf(inside), outcome)
     logger.info(f"seqtile's first step: {outcome}")
 
 
 def outcome_of(model: nn.Module) -> str | None:
-    """Returns the comparison's outcome, of the model or of that below its head; None if there was none yet."""
-    found = (vars(each).get(OUTCOME, (None, None))[1] for each in (model, model.base_model))
-    return next((outcome for outcome in found if outcome is not None), None)
+    """Returns the comparison's outcome, of the model or, where it could not be compared, of that below its head; None
+    if there was none yet."""
+    found = [vars(each)[OUTCOME][1] for each in (model, model.base_model) if OUTCOME in vars(each)]
+    return min(found, key=_is_uncompared, default=None)  # the first that was compared, else the first
+
+
+def _is_uncompared(outcome: str) -> bool:
+    return outcome.startswith(_UNCOMPARED)
 
 
 class _MadeOf:
@@ -109,7 +115,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if (reason := _not_comparable(model, tensors, kwargs)) is not None:
-        return f"not compared with the untiled model: {reason}"
+        return f"{_UNCOMPARED} with the untiled model: {reason}"
     ranks, full, placed = Ranks(model, tensors), options.check == "full", tiled_modules(model)
     try:
         with ranks.stop_together():
@@ -119,7 +125,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         eps = max(precision_of(x) for x in (next(model.parameters()), *untiled.values()) if x is not None)
         nudged = run(tiled={}, nudge=eps)
     except Exception as error:  # whatever the model's own code raises for so short a batch
-        return f"not compared: the untiled model fails on a few tokens of it ({brief(error)})"
+        return f"{_UNCOMPARED}: the untiled model fails on a few tokens of it ({brief(error)})"
     tokens = batch.shape.numel()
     try:
         tiled = run(tiled=placed)
@@ -149,8 +155,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"{where}{part}. Nothing was trained. {_remedy(option)}"
         )
     gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
-    without = [*batch.left_out, *(["the head"] if STATES_NAME in untiled else [])]
-    left_out = f" (left out: {', '.join(without)})" if without else ""
+    gradients += " below the head" if STATES_NAME in untiled else ""
+    left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
     return f"{next(iter(untiled))} and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
 

@@ -59,20 +59,20 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     names = [each.name for each in parameters]
     defaults = without_cache({each.name: each.default for each in parameters[1:] if each.default is not each.empty})
 
-    of_layer = Verdicts(layer_verdict).of
-    of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
+    verdicts = Verdicts(layer_verdict)
+    of_layer_apart = torch.compiler.disable(verdicts.of, reason="seqtile looks at what the modules of a layer are")
 
     def fits(layer: nn.Module, hidden: torch.Tensor) -> bool:
         if hidden.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1]):
             return False
         if torch.compiler.is_compiling():
             return not is_sharded(layer)
-        return not of_layer(layer, autocast_dtype(hidden) or hidden.dtype).sharded
+        return not verdicts.kept(layer, autocast_dtype(hidden) or hidden.dtype).sharded
 
     def tiled(records_attentions: bool, self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
         hidden = given.pop(names[0])
-        of = of_layer_apart if torch.compiler.is_compiling() else of_layer
+        of = of_layer_apart if torch.compiler.is_compiling() else verdicts.kept
         verdict = of(self, autocast_dtype(hidden) or hidden.dtype)
         if records_attentions or _asks_for_attentions(self, given):
             if records_attentions and not _FORWARD_CHECKPOINTS:
@@ -95,8 +95,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         # Decide here: a recomputation inside a checkpoint does not see whether attentions are recorded.
         whole = fits(self, args[0] if args else kwargs[names[0]])
         function = inner if whole else partial(tiled, records_attentions())
-        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if _FORWARD_CHECKPOINTS and checkpoints and type(self).forward is forward:
+        checkpoints = _FORWARD_CHECKPOINTS and self.gradient_checkpointing and self.training
+        if checkpoints and torch.is_grad_enabled() and type(self).forward is forward:
             if kwargs.get("use_cache") or cache_in(kwargs) is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs = without_cache(kwargs) | {"use_cache": False}

@@ -248,17 +248,22 @@ class _WeightOverride:
 
 def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
     """Finds how a mixture's experts are computed."""
-    if f"{type(experts).__module__}.{type(experts).__name__}" == _MXFP4:
+    if is_mxfp4(experts):
         return Verdict("untiled", _NOT_TRAINED, tileable=False)
     in_chunks = (InChunks(),)  # PEFT exchanges the class of experts meanwhile
     return Verdict("chunked", "tokens are routed to experts", sharded=is_sharded(experts), in_chunks=in_chunks)
 
 
-_MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
 _NOT_TRAINED = (
     "weights of MXFP4, whose kernels have no backward; to train, load the model with "
     "quantization_config=transformers.Mxfp4Config(dequantize=True)"
 )
+
+
+def is_mxfp4(module: nn.Module) -> bool:
+    """Returns whether a module holds experts in MXFP4. Its forward's arguments differ between versions."""
+    cls = type(module)
+    return f"{cls.__module__}.{cls.__name__}" == "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
 
 
 def num_experts(module: nn.Module) -> int:

@@ -85,7 +85,8 @@ def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple
     placed = {module for module, _ in found}
     for module in CHECK.modules(model):
         there = placement_at(module)
-        if module in placed or not (options.check if there is None else not there.part):
+        wanted = options.check if there is None else not there.part  # a check that is there takes the new options
+        if module in placed or not wanted:
             continue
         with suppress(ValueError):  # a forward that another library has put there
             check_place(module, options)

@@ -71,8 +71,10 @@ class Verdicts:
 
     def of(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
         """Returns the verdict on a module whose products are in `dtype`, where that is known."""
-        if torch.compiler.is_compiling():
-            return self._inspect(module, dtype)
+        return self._inspect(module, dtype) if torch.compiler.is_compiling() else self.kept(module, dtype)
+
+    def kept(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
+        """Returns the same where no compiler runs."""
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved

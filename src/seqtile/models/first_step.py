@@ -1,8 +1,8 @@
 """The first training step compares itself with the untiled model, on a few tokens of the user's own batch.
 
     first forward in training ─ 28 tokens ─┬─ untiled ──────────────────────────────── loss, gradients
-                                           ├─ tiled, in chunks of 5 tokens a row ───── the same?
-                                           └─ untiled, embeddings changed by one bit ─ how far rounding goes
+                                           ├─ untiled, embeddings changed by one bit ─ how far rounding goes
+                                           └─ tiled, in chunks of 5 tokens a row ───── the same?
 
 Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see difference.py, nothing is
 trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
@@ -64,9 +64,14 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     if made_of is not None and made_of.still_is(model):
         return
     made_of = _MadeOf(model)
-    outcome = _outcome(model, options, original, args, kwargs)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    reason = _not_comparable(model, tensors, kwargs)
+    if reason is None:
+        outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
+    else:
+        outcome = f"{_UNCOMPARED} with the untiled model: {reason}"
     vars(model)[OUTCOME] = (made_of, outcome)
-    for inside in () if _is_uncompared(outcome) else tiled_modules(model):
+    for inside in tiled_modules(model) if reason is None else ():
         if isinstance(inside, PreTrainedModel) and inside is not model:  # the model below the head, compared with it
             vars(inside)[OUTCOME] = (_MadeOf(inside), outcome)
     logger.info(f"seqtile's first step: {outcome}")
@@ -76,11 +81,7 @@ def outcome_of(model: nn.Module) -> str | None:
     """Returns the comparison's outcome, of the model or, where it could not be compared, of that below its head; None
     if there was none yet."""
     found = [vars(each)[OUTCOME][1] for each in (model, model.base_model) if OUTCOME in vars(each)]
-    return min(found, key=_is_uncompared, default=None)  # the first that was compared, else the first
-
-
-def _is_uncompared(outcome: str) -> bool:
-    return outcome.startswith(_UNCOMPARED)
+    return min(found, key=lambda outcome: outcome.startswith(_UNCOMPARED), default=None)
 
 
 class _MadeOf:
@@ -111,12 +112,9 @@ class _MadeOf:
         return type(None), ()
 
 
-def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict) -> str:
+def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict, ranks: Ranks) -> str:
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    if (reason := _not_comparable(model, tensors, kwargs)) is not None:
-        return f"{_UNCOMPARED} with the untiled model: {reason}"
-    ranks, full, placed = Ranks(model, tensors), options.check == "full", tiled_modules(model)
+    full, placed = options.check == "full", tiled_modules(model)
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
@@ -193,6 +191,8 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
         return "it is inside a transform of torch.func"
     if cache_in(kwargs) is not None:
         return "it was given a cache"
+    if isinstance(labels := kwargs.get("labels"), torch.Tensor) and labels.dim() < 2:
+        return "its labels are not those of tokens"
     if LAYOUT in kwargs:
         how = "shared prefixes" if kwargs[LAYOUT].sp_group.size == 1 else "a sequence that ranks share"
         return f"a model that a trainer calls below its head is not compared with {how}"

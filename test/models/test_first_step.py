@@ -150,6 +150,8 @@ def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeyp
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert re.search(wrong.named, str(error.value)), str(error.value)
+    said = f"the first training step: stopped the training: ValueError: {str(error.value)[:100]}"
+    assert said in str(seqtile.status(model))
     with pytest.raises(ValueError, match="Nothing was trained"):  # raised again at the next forward
         model(**batch)
 

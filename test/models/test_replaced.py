@@ -114,7 +114,7 @@ def mixing_linear(module: nn.Module) -> None:
     module.__class__ = MixingLinear
 
 
-DEPENDS = "in which tokens depend on others"
+DEPENDS = "whose result for a token depends on other tokens"
 MLP, LAYER, HEAD = "mlp", "layer", "loss"
 NORM = "post_attention_layernorm"
 WRONG: dict[str, tuple[Change, str, str]] = {  # the change to the model, the affected part, and the message

@@ -67,7 +67,11 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     reason = _not_comparable(model, tensors, kwargs)
     if reason is None:
-        outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
+        try:
+            outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
+        except Exception as error:
+            vars(model)[OUTCOME] = None, f"stopped the training: {brief(error)}"  # the next forward compares again
+            raise
     else:
         outcome = f"{_UNCOMPARED} with the untiled model: {reason}"
     vars(model)[OUTCOME] = (made_of, outcome)
@@ -228,6 +232,6 @@ def _part_that_differs(
 def _remedy(part: str | None) -> str:
     without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
-        f"Apply seqtile with {without}, after seqtile.restore(model), and please report it (docs/troubleshooting.md); "
-        "check=False trains without this comparison"
+        f"Pass {without} to SeqtileCallback, or to apply_seqtile after seqtile.restore(model), and please report it "
+        "(docs/troubleshooting.md); check=False trains without this comparison"
     )

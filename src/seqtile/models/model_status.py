@@ -61,7 +61,8 @@ class PartStatus:
             if self.wrappers:
                 text += f", inside a forward of {', '.join(self.wrappers)}, which decides whether it runs"
         else:
-            text = _of_trl() if self.others == ("trl",) else f"not tiled: {', '.join(self.others)}"
+            text = f"not tiled; the forward that runs is from {', '.join(self.others)}"
+            text = _of_trl() if self.others == ("trl",) else text
         if self.refused:
             text += f"; {self.refused} of {self.total} left untiled, see the notes"
         if self.applied and self.tiled + self.refused < self.total and self.others != ("trl",):
@@ -69,7 +70,7 @@ class PartStatus:
             reason = "it was not built of the tiled classes"
             if takers:  # Liger takes a forward back; that of another package is a subclass's own
                 liger = takers == ["liger_kernel"]
-                reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
+                reason = "liger_kernel took it back" if liger else f"{takers[0]} has a forward of its own"
             text += f"; {reason}: apply seqtile to this model, last"
         if self.reason and not self.problem:
             count = "" if self.total == 1 else f"{self.chunked or self.tiled - self.fused} of {self.total} "

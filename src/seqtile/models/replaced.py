@@ -195,7 +195,7 @@ def _mixing(function: Callable, x: torch.Tensor) -> str | None:
             if not training:
                 raise NothingShown(", which does not compute the same twice")
         elif (error := _error(first, chunked)) > allowed:
-            return f"in which tokens depend on others: given {FEW} at a time, it differs by {error:.1%}"
+            return f"whose result for a token depends on other tokens: in chunks of {FEW}, it differs by {error:.1%}"
     return None
 
 

@@ -128,6 +128,12 @@ ENCODER = "BertForMaskedLM is an encoder, whose loss seqtile does not tile; expe
 NOWHERE = "expected a config.json, a directory with one, a name on the hub, or a model type"
 
 
+def test_a_mistyped_model_type_is_answered_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = check("qwen3_mo")
+    assert result.exit_code == 1 and "a model type such as qwen3_moe, got none" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,9 +108,10 @@ def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     except Exception as error:  # of a file that may hold anything
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise _code_of_its_own(model) from error
+        near = get_close_matches(model, model_types(), 1) or ["llama"]
         raise ValueError(
             f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
-            f"llama, got none that can be read: {' '.join(str(error).split())[:300]}"
+            f"{near[0]}, got none that can be read: {' '.join(str(error).split())[:300]}"
         ) from error
 
 

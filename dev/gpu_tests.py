@@ -1,4 +1,4 @@
-"""make test-gpu: what a GPU can break, on the GPU at hand and with the Python at hand; meant for 4 minutes on an H100.
+"""make test-gpu: what a GPU can break, on the GPU at hand and with the Python at hand; meant for 5 minutes on an H100.
 
     PYTHONPATH=src python3 -m dev.gpu_tests [--seconds S] [--workers N] [OPTION OF PYTEST ...]
 

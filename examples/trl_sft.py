@@ -1,4 +1,4 @@
-"""Fine-tunes with TRL's SFTTrainer: its loss on seqtile's head, and the MLPs in chunks.
+"""Fine-tunes with TRL's SFTTrainer: its loss by seqtile's function, and the MLPs in chunks.
 
 python examples/trl_sft.py [MODEL]"""
 

@@ -91,7 +91,7 @@ def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch
     status = found[True]["status"]
     assert found[False]["status"].mlp.tiled == 0
     assert (status.loss.tiled, status.mlp.tiled, status.mlp.chunk_tokens) == (name != "trl_sft", 2, (50,))
-    if name == "trl_sft":  # its loss is TRL's, on seqtile's head
+    if name == "trl_sft":  # its loss is TRL's, by seqtile's function
         utils = pytest.importorskip("trl.trainer.utils")
         ours = utils._ChunkedLogProbFunction
         restore_trl()

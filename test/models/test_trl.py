@@ -142,10 +142,10 @@ def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the forward of LlamaForCausalLM is from trl"):
         seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert seqtile.status(model).mlp.tiled == 0
-    assert "on TRL's own head; apply_seqtile_to_trl() puts seqtile's there" in str(seqtile.status(model).loss)
+    assert "by TRL's own loss function; apply_seqtile_to_trl() puts seqtile's there" in str(seqtile.status(model).loss)
     apply_seqtile_to_trl()
     try:
-        said = "TRL's trainer computes it, on seqtile's head (by apply_seqtile_to_trl)"
+        said = "TRL's trainer computes it, by seqtile's loss function (apply_seqtile_to_trl)"
         assert str(seqtile.status(model).loss) == said
         unwrapped = vars(model)["forward"]
         model.forward = MethodType(convert_outputs_to_fp32(unwrapped.__func__), model)  # as Accelerate does

@@ -168,8 +168,8 @@ def _of_trl() -> str:
     """Says who computes the loss of a model that a trainer of TRL has wrapped."""
     head = getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
     if head is not None and type(head).__module__.startswith("seqtile."):
-        return "TRL's trainer computes it, on seqtile's head (by apply_seqtile_to_trl)"
-    return "TRL's trainer computes it, on TRL's own head; apply_seqtile_to_trl() puts seqtile's there"
+        return "TRL's trainer computes it, by seqtile's loss function (apply_seqtile_to_trl)"
+    return "TRL's trainer computes it, by TRL's own loss function; apply_seqtile_to_trl() puts seqtile's there"
 
 
 def _package_at(module: nn.Module) -> str:

@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
     tileable: bool = True
     """False for a kind of module that stays untiled."""
     sharded: bool = False
-    """ZeRO-3 holds its weights: reading one is a collective."""
+    """ZeRO-3 or FSDP2 holds its weights sharded: reading one is a collective."""
     parameters: tuple[nn.Parameter, ...] = ()
     """The parameters of an MLP."""
     weights: int = 0

@@ -52,8 +52,8 @@ def reduced(
 def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
     """Returns the positions [n] int64 where `labels` [T] is not `ignored`; None if all are labelled.
 
-    This is the only wait for the device in a call: the loop over chunks must know n. A simulation does not know n and
-    assumes that all tokens count, on the code path for some.
+    This waits for the device, as nothing else in the loss's forward: the loop over chunks must know n. A simulation
+    does not know n and assumes that all tokens count, on the code path for some.
     """
     if isinstance(labels, FakeTensor) or labels.is_meta:
         return torch.arange(labels.shape[0], device=labels.device)

@@ -218,8 +218,8 @@ FLOAT32 = {"acc_policy": "accurate", "acc_dtype": torch.float32}
 OWN = "its own number of chunks"
 HEADS: tuple[tuple[str, str, Loss, str], ...] = (
     ("linear_cross_entropy", "seqtile", of_seqtile, ""),
-    ("F.linear_cross_entropy, default options", "torch", of_torch, ""),
-    ("F.linear_cross_entropy, accurate, float32", "torch", partial(of_torch, **FLOAT32), "acc_policy, acc_dtype"),
+    ("F.linear_cross_entropy, chunk size chosen", "torch", of_torch, ""),
+    ("the same, accurate, float32", "torch", partial(of_torch, **FLOAT32), "acc_policy, acc_dtype"),
     ("checkpointed chunks", "torch", checkpointed, "a loop by hand"),
     ("untiled", "torch", untiled, "one piece, for comparison"),
     ("TiledFusedLogitsLoss", "deepspeed", of_deepspeed, "mean of shards"),

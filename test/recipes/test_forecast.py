@@ -86,7 +86,7 @@ def test_what_does_not_fit() -> None:
         (("--gpus", "4", "--zero-stage", "2", "--lora-rank", "8"), "DeepSpeed's ZeRO-2"),
         (("--gpus", "16"), "# torchrun --nnodes 2 ... --nproc-per-node 8 this_script.py"),
         (("--gpus", "4"), "fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
-        (("--gpus", "4", "--lora-rank", "8"), "# DeepSpeed's ZeRO-3"),
+        (("--gpus", "4", "--lora-rank", "8"), "    fully_shard(module, mp_policy="),
         (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
         (("--offload", "optimizer", "--offload", "weights"), 'offload.enable(model, device="cuda")'),
         (("--lora-rank", "8", "--load-in-4bit"), 'bnb_4bit_quant_type="nf4"'),

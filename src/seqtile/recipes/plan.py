@@ -222,7 +222,7 @@ def _launch(setup: Setup) -> list[str]:
 def _to_turn_on(plan: Plan, model: str) -> list[str]:
     setup, lines, quantised = plan.setup, [], ""
     moved = [part for part in setup.offload if part != "activations"]
-    in_float32 = setup.full and setup.zero_stage == 3 and setup.gpus > 1 and not moved  # as FSDP2 trains all weights
+    sharded = setup.zero_stage == 3 and setup.gpus > 1 and not (moved or setup.load_in_4bit)  # by FSDP2
     if setup.gpus > 1:
         lines.append(f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group')
     if setup.liger:
@@ -232,9 +232,9 @@ def _to_turn_on(plan: Plan, model: str) -> list[str]:
         options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
         lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
         quantised = ", quantization_config=four_bits"
-    attention = 'attn_implementation="flash_attention_2"'
-    dtype = ", dtype=torch.float32" if in_float32 else ""
-    lines.append(f"model = AutoModelForCausalLM.from_pretrained({json.dumps(model)}, {attention}{dtype}{quantised})")
+    given = 'attn_implementation="flash_attention_2"' + (", dtype=torch.float32" if sharded and setup.full else "")
+    loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(model)}, {given}{quantised})"
+    lines.append(f"model = {loaded}.train()")
     if not setup.full:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:
@@ -248,7 +248,7 @@ def _to_turn_on(plan: Plan, model: str) -> list[str]:
         lines.append(f'sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}), batches="whole")')
     if moved:
         lines.append(f"# DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
-    elif in_float32:
+    elif sharded:
         policy = "" if setup.autocast else f", mp_policy=MixedPrecisionPolicy(torch.{setup.dtype}, torch.float32)"
         lines += ["for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"]
     elif setup.gpus > 1:

@@ -103,7 +103,7 @@ def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...
                     assert evaluation.gpu_bytes <= step.gpu_bytes, (model, gpus, tokens, rows)
                     assert evaluation.host == step.host
             except ValueError as error:
-                assert "not tiled as a whole" in str(error) or "head_groups" in str(error)
+                assert "whole layers are not planned" in str(error) or "head_groups" in str(error)
 
 
 @pytest.mark.parametrize("setup", [{}, LAYER, GROUPS], ids=["loss and MLP", "layer", "groups"])

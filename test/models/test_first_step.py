@@ -252,6 +252,20 @@ def test_padding_is_not_compared_below_the_head() -> None:
     assert "the last hidden states and" in outcome_of(model)
 
 
+def test_status_says_that_the_model_has_changed_since() -> None:
+    model, batch, changed = (
+        build("llama"),
+        batch_of(2, 61),
+        "the model has changed since, so the next step compares again",
+    )
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    for layer in (False, True):
+        seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+        assert (changed in str(seqtile.status(model))) == layer
+        model(**batch)
+        assert "equal the untiled model's" in outcome_of(model) and changed not in outcome_of(model)
+
+
 def test_check_false_leaves_it_out() -> None:
     model = tiled_copy(build("llama"), check=False)
     model(**batch_of(2, 61))

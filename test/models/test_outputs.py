@@ -56,6 +56,17 @@ def test_a_tuple_has_the_logits(arch: str, asked: str) -> None:
     assert_same_structure(untiled.eval()(**batch), theirs)
 
 
+def test_labels_have_one_for_each_token() -> None:
+    """Flat labels are as Hugging Face's loss takes them; too few of them are refused before there are logits."""
+    batch = batch_of(2, 101)
+    flat = batch | {"labels": batch["labels"].flatten()}
+    tiled = tiled_copy(untiled := build("llama"))
+    assert relative_error(tiled(**flat).loss, untiled(**flat).loss) <= 1e-6
+    assert unread(tiled(**flat).logits)
+    with pytest.raises(ValueError, match=r"labels: expected one for each token, \[2, 101\], got \[2, 100\]"):
+        tiled(**batch | {"labels": batch["labels"][:, 1:]})
+
+
 def other_fixed(source: torch.Tensor, target: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return F.cross_entropy(source, target) * 2
 
@@ -188,6 +199,10 @@ def test_status_text() -> None:
     assert "activation checkpointing is off, so every layer keeps what its attention saves as well as its input" in text
     checkpointing(model, False)
     assert "checkpointing is off" not in str(seqtile.status(model))
+    assert ["in evaluation mode" in str(seqtile.status(model.train(training))) for training in (False, True)] == [
+        True,
+        False,
+    ]
     checkpointing(model, None)
     model.model.layers[1].mlp.act_fn = nn.GELU()
     why = "attention by groups of heads reads its weights, and its activation is GELU"

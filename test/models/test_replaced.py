@@ -114,7 +114,7 @@ def mixing_linear(module: nn.Module) -> None:
     module.__class__ = MixingLinear
 
 
-DEPENDS = "whose result for a token depends on other tokens"
+DEPENDS = "which mixes tokens"
 MLP, LAYER, HEAD = "mlp", "layer", "loss"
 NORM = "post_attention_layernorm"
 WRONG: dict[str, tuple[Change, str, str]] = {  # the change to the model, the affected part, and the message
@@ -268,7 +268,7 @@ def test_a_hook_that_mixes_tokens(name: str, layer: bool) -> None:
     place, _, _, owner = HOOKED[name]
     untiled = hooked(name, build("llama"))
     tiled = tiled_copy(untiled, layer=layer)
-    assert f"{owner} is left untiled: its {place.rpartition('.')[2]} has a hook" in str(seqtile.status(tiled))
+    assert f"{owner} is left untiled: a hook on its {place.rpartition('.')[2]}" in str(seqtile.status(tiled))
     assert_same_step(tiled, untiled, batch_of(2, 61))
 
 
@@ -283,7 +283,8 @@ def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None
     tiled(**batch_of(2, 61))
     hooked(name, tiled)
     whole = "LlamaDecoderLayer" if layer and part == "mlp" else owner
-    with pytest.raises(ValueError, match=f"{whole} cannot run in chunks: its .* has a hook.*Nothing was trained"):
+    said = f"{whole} cannot run in chunks: a hook on its .* mixes tokens.*Nothing was trained"
+    with pytest.raises(ValueError, match=said):
         tiled(**batch_of(2, 61))
 
 
@@ -303,7 +304,7 @@ def test_a_hook_that_treats_every_token_alike(arch: str, place: str, options: di
     model, seen = build(arch), []
     model.get_submodule(place).register_forward_hook(lambda module, args, output: seen.append(output))
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
-    assert "has a hook" not in str(seqtile.status(model))
+    assert "a hook on" not in str(seqtile.status(model))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**batch_of(2, 61))
     assert "up to rounding, on 56 tokens of the batch" in str(seqtile.status(model)) and seen

@@ -131,7 +131,7 @@ NOWHERE = "expected a config.json, a directory with one, a name on the hub, or a
 def test_a_mistyped_model_type_is_answered_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = check("qwen3_mo")
-    assert result.exit_code == 1 and "a model type such as qwen3_moe, got none" in result.stdout
+    assert result.exit_code == 1 and "did you mean qwen3_moe?" in result.stdout
 
 
 @pytest.mark.parametrize(

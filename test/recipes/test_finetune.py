@@ -24,7 +24,7 @@ from seqtile.cli import app
 from seqtile.recipes import Job
 from seqtile.recipes.data import is_out_of_memory, load_config
 from seqtile.recipes.finetune import fitted
-from seqtile.recipes.output import picture, print_table, running_means
+from seqtile.recipes.output import picture, print_table, running_means, write_report
 from seqtile.recipes.state import Run, loaded
 from seqtile.recipes.train import has_square_mask, in_words, loss_of, sequence_group, train
 from seqtile.sp import segments
@@ -81,6 +81,14 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     after = AutoModelForCausalLM.from_pretrained(output / "model")
     assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), after.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(output / "model")("word")["input_ids"]
+
+
+def test_the_picture_is_left_out_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("seqtile.recipes.output.find_spec", lambda name: None)
+    write_report({"steps": 1}, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"] and "needs matplotlib" in caplog.text
 
 
 @pytest.mark.full("it has the layers of both others", but=("gemma3_text",))

@@ -64,7 +64,8 @@ def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -
             raises ValueError if the loss or a gradient differs by more than rounding. It compares the gradients of
             the embeddings' output and of every parameter of up to 4M numbers; "full": of every parameter. False: none.
 
-    Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
+    Applying again adds parts, and gives those that it names the new options; a part that it leaves out stays as it is.
+    Apply after Liger, whose RMSNorm and RoPE stay without `layer`. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
     Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. Everything else (experts,

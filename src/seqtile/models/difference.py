@@ -10,6 +10,7 @@ Used by the first training step, the proofs on small models and the sweep over v
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import median
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -159,4 +160,4 @@ def distance(truth: torch.Tensor, other: torch.Tensor | None) -> float:
 
 def brief(error: BaseException) -> str:
     """Returns an error of a model's own code in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {shorten(str(error), 600, placeholder=' …')}"

@@ -84,8 +84,13 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
 def outcome_of(model: nn.Module) -> str | None:
     """Returns the comparison's outcome, of the model or, where it could not be compared, of that below its head; None
     if there was none yet."""
-    found = [vars(each)[OUTCOME][1] for each in (model, model.base_model) if OUTCOME in vars(each)]
-    return min(found, key=lambda outcome: outcome.startswith(_UNCOMPARED), default=None)
+    compared = [each for each in (model, model.base_model) if OUTCOME in vars(each)]
+    if not compared:
+        return None
+    found = min(compared, key=lambda each: vars(each)[OUTCOME][1].startswith(_UNCOMPARED))
+    made_of, outcome = vars(found)[OUTCOME]
+    changed = made_of is not None and not made_of.still_is(found)
+    return outcome + ("; the model has changed since, so the next step compares again" if changed else "")
 
 
 class _MadeOf:
@@ -134,13 +139,16 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     except Exception:
         logger.error(
             f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
-            f"one runs. Nothing was trained. {_remedy(None)}"
+            f"one runs. Nothing was trained in this step. {_remedy(None)}"
         )
         raise
     mixing = _hooks_that_mix(model, placed)
     if ranks.any(mixing is not None):
-        part, reason = mixing or ("", "on another rank a hook mixes tokens")
-        raise ValueError(f"{reason}. Nothing was trained. {_remedy(part)}")
+        reason = mixing or "on another rank a hook mixes tokens"
+        raise ValueError(
+            f"{reason}. Nothing was trained in this step. Remove the hook; or call seqtile.restore(model) and apply "
+            "seqtile again, which leaves the modules around such a hook untiled"
+        )
     found = difference(untiled, tiled, nudged, eps)
     if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
         run = partial(run, nudge=eps, seed=2)
@@ -154,7 +162,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             where = f"{found.said}, where {bit}"
         raise ValueError(
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
-            f"{where}{part}. Nothing was trained. {_remedy(option)}"
+            f"{where}{part}. Nothing was trained in this step. {_remedy(option)}"
         )
     gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
     gradients += " below the head" if STATES_NAME in untiled else ""
@@ -163,9 +171,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     return f"{next(iter(untiled))} and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
 
 
-def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
-    """Returns part and message for a tiled module in which a user's hook mixes tokens; the comparison calls no
-    hooks."""
+def _hooks_that_mix(model: nn.Module, placed: Placed) -> str | None:
+    """Says in which tiled module a user's hook mixes tokens; the comparison calls no hooks."""
     sizes = sizes_of(model)
     for module, placement in placed.items():
         is_head = placement.part == "loss"
@@ -173,7 +180,7 @@ def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
         if isinstance(root, PreTrainedModel) or not placement.part:  # no part, but what is around layers
             continue
         if (reason := hook_reason(root, sizes, is_head)) is not None:
-            return placement.part, f"{name_of(module)} cannot run in chunks: {reason}"
+            return f"{name_of(module)} cannot run in chunks: {reason}"
     return None
 
 
@@ -199,7 +206,7 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
         return "its labels are not those of tokens"
     if LAYOUT in kwargs:
         how = "shared prefixes" if kwargs[LAYOUT].sp_group.size == 1 else "a sequence that ranks share"
-        return f"a model that a trainer calls below its head is not compared with {how}"
+        return f"with {how}, a model whose loss the trainer computes is not compared"
     for module in model.modules():
         if module._compiled_call_impl is not None:
             return f"its {name_of(module)} is compiled"

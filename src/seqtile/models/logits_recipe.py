@@ -108,7 +108,7 @@ class LogitsRecipe:
     def real(self, reader: str) -> torch.Tensor:
         """Computes the logits once, for a forward that reads them. `reader` names what reads them."""
         if self._real is None:
-            logger.warning_once(f"the forward reads its logits ({reader}), so they are computed, untiled")
+            logger.warning_once(f"the forward reads its logits ({reader}), so they are all computed and kept")
             self._real = self.of(self.hidden)
         return self._real
 

@@ -215,7 +215,10 @@ def _loss(
         return untiled(logits, labels, vocab_size, **arguments, **kwargs)
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.to(logits.device)
+    rows = logits.shape[:-1]
+    if shift_labels.numel() != rows.numel():
+        raise ValueError(f"labels: expected one for each token, {list(rows)}, got {list(shift_labels.shape)}")
+    targets = shift_labels.to(logits.device).reshape(rows)
     loss = compute(logits, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
     return (
         untiled(logits.real("its loss"), labels, vocab_size, **arguments, **kwargs) if loss is NotImplemented else loss

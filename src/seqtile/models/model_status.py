@@ -146,6 +146,8 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     """Yields notes on what a reader of `status` may not expect."""
     if (outcome := outcome_of(model)) is not None:
         yield f"the first training step: {outcome}"
+    if not model.training and is_checkpointed(model):
+        yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if loss is not None and loss.tiled:
@@ -157,8 +159,8 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     is_cacheless = any(part is not None and part.tiled for part in (loss, layer))
     if is_cacheless and getattr(model.config.get_text_config(), "use_cache", False):
         yield (
-            "the config says use_cache=True, but a training step makes no cache of keys and values unless you pass "
-            "one; so packed documents are kept apart by their position_ids, as with use_cache=False"
+            "a training step makes no cache of keys and values, although the config says use_cache=True; so packed "
+            "documents are told apart by their position_ids. Pass a cache if you want one"
         )
     if layer is not None and layer.tiled and not is_checkpointed(model):
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"

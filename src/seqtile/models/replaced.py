@@ -143,7 +143,7 @@ def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | N
         if (module is not root or is_head) and any(map(is_users, hooks)):
             with suppress(NothingShown):
                 if (mixing := _tried_out(module, sizes)) is not None:
-                    return f"its {place.rpartition('.')[2]} has a hook, and is a {type(module).__name__}, {mixing}"
+                    return f"a hook on its {place.rpartition('.')[2]} ({type(module).__name__}) mixes tokens: {mixing}"
     return None
 
 
@@ -155,7 +155,7 @@ def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
         mixing = _tried_out(function, sizes)
     except NothingShown as why:
         return f"is {name}{why}"
-    return None if mixing is None else f"is {name}, {mixing}"
+    return None if mixing is None else f"is {name}, which mixes tokens: {mixing}"
 
 
 def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
@@ -195,7 +195,7 @@ def _mixing(function: Callable, x: torch.Tensor) -> str | None:
             if not training:
                 raise NothingShown(", which does not compute the same twice")
         elif (error := _error(first, chunked)) > allowed:
-            return f"whose result for a token depends on other tokens: in chunks of {FEW}, it differs by {error:.1%}"
+            return f"given {FEW} at a time, its result differs by {error:.1%}"
     return None
 
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from seqtile.memory.measure import FlopCount, LiveBytes
+from seqtile.models.difference import brief
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS
 from seqtile.models.placement import Options
@@ -104,14 +105,17 @@ def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     try:
         if not Path(model).exists() and model in model_types():
             return AutoConfig.for_model(model)
+        if model.endswith(".json") and not Path(model).exists():
+            raise FileNotFoundError("there is no such file")
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise _code_of_its_own(model) from error
-        near = get_close_matches(model, model_types(), 1) or ["llama"]
+        near = get_close_matches(model, model_types(), 1)
+        found = f"; did you mean {near[0]}?" if near else f": {brief(error)}"
         raise ValueError(
-            f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
-            f"{near[0]}, got none that can be read: {' '.join(str(error).split())[:300]}"
+            f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as llama, "
+            f"got none that can be read{found}"
         ) from error
 
 
@@ -133,7 +137,7 @@ def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = Fal
 
 
 def _code_of_its_own(model: str) -> ValueError:
-    what = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
+    what = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code to seqtile check"
     return ValueError(f"{model} {what}")
 
 
@@ -199,7 +203,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         "tiled: fused, computed from the weights; chunked, its own forward run once a chunk; refused, left untiled\n"
         "error tiled, error untiled: largest relative error of the loss or a gradient against float64\n"
-        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens over the untiled model's,\n"
+        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, divided by the untiled model's,\n"
         "without checkpointing, which would repeat most of that work in either model"
     )
     said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]

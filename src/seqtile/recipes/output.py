@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from seqtile.recipes import Job, places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+logger = logging.get_logger(__name__)
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
 SMOOTHED = 200  # steps: of so many and more, the picture shows means of a fortieth of them
 
@@ -118,10 +121,14 @@ def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int
 
 
 def write_report(report: dict[str, Any], directory: Path) -> None:
-    """Writes report.json and report.png to `directory`. Raises OSError, which says that the model is there."""
+    """Writes report.json to `directory`, and report.png if matplotlib is installed. Raises OSError, which says that the
+    model is there."""
     try:
         with written_beside(directory / "report.json") as new:
             new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if find_spec("matplotlib") is None:
+            logger.warning("report.png is left out: it needs matplotlib (pip install matplotlib)")
+            return
         with written_beside(directory / "report.png") as new:
             picture(report).savefig(new, dpi=150, format="png")
     except OSError as error:

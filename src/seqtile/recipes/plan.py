@@ -29,7 +29,9 @@ class PlanOptions:
     shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
     gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
-    gpu_memory_gib: float = option(80, "GiB of each GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
+    gpu_memory_gib: float = option(
+        80, "GiB that a step may take on each GPU: four fifths of it, 64 of 80.", "--gpu-memory"
+    )
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs per node.")
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
@@ -43,7 +45,8 @@ class PlanOptions:
     accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
     layer: bool = option(
-        False, "Tile whole layers, even if the sequence fits without; their inputs on the host, unless --only is given."
+        False,
+        "Tile whole layers, even if the sequence fits without; their inputs on the host, unless --only lacks host.",
     )
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")

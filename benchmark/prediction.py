@@ -46,10 +46,10 @@ def caption() -> str:
     host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
         f"*Predicted, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} GiB, a fifth "
-        f"of it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} tokens with Hugging "
-        f"Face, {said[1]} with Liger (norms, RoPE and tiled loss), {said[2]} with seqtile ({both:,} with Liger's norms "
-        f"too), {said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs too in "
-        f"{host:.0f} GiB of host memory. Only simulations support this: [no run measured by others has LoRA or whole "
+        f"of it left free; layers checkpointed, FlashAttention. Longest sequences, in tokens. Hugging Face: {said[0]}; "
+        f"Liger (norms, RoPE, tiled loss): {said[1]}; seqtile: {said[2]}; with Liger's norms: {both:,}; with whole "
+        f"layers and attention by groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
+        f"host memory: {said[4]}. Only simulations support this: [no run measured by others has LoRA or whole "
         "layers](docs/predictions.md).*"
     )
     return fill(text, 130)

@@ -30,7 +30,7 @@ class PlanOptions:
     gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
     gpu_memory_gib: float = option(
-        80, "GiB that a step may take on each GPU: four fifths of it, 64 of 80.", "--gpu-memory"
+        80, "GiB that a step may take on each GPU; leave a fifth free: 64 for 80.", "--gpu-memory"
     )
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs per node.")

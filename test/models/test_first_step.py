@@ -18,7 +18,7 @@ import seqtile
 from models.layered import KINDS, packed
 from models.test_layer_sharing import built
 from models.test_paths import hooked
-from seqtile.models import any_layer, layer_arguments
+from seqtile.models import any_layer, first_step, layer_arguments
 from seqtile.models.base_model import base_models_of
 from seqtile.models.difference import LOSS_NAME, STATES_NAME, difference
 from seqtile.models.first_step import outcome_of
@@ -250,6 +250,18 @@ def test_padding_is_not_compared_below_the_head() -> None:
     model.model.norm.forward = lambda states: states.masked_fill(mask[..., None] == 0, next(calls) in (2, 4))
     model.model(input_ids=batch["input_ids"], attention_mask=mask)
     assert "the last hidden states and" in outcome_of(model)
+
+
+def test_hooks_that_transformers_adds_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward that collects hidden states adds some; a user's hook is another matter."""
+    model, compared, outcome = build("llama"), [], first_step._outcome
+    monkeypatch.setattr(first_step, "_outcome", lambda *args: compared.append(args) or outcome(*args))
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    for times in (1, 1, 2):
+        if times == 2:
+            model.model.layers[0].register_forward_hook(lambda *_: None)
+        model(**batch_of(2, 61), output_hidden_states=True)
+        assert len(compared) == times
 
 
 def test_status_says_that_the_model_has_changed_since() -> None:

@@ -115,6 +115,12 @@ def test_what_is_seldom_read_of_dealt_images(pool: Pool) -> None:
 
 
 @OF_TWO
+def test_steps_with_images_of_a_tiled_model(pool: Pool) -> None:
+    """transformers hooks the vision tower in the first step; the second step is not compared again."""
+    pool.run(images.compared, "internvl", {}, False)
+
+
+@OF_TWO
 def test_images_that_are_not_dealt(pool: Pool) -> None:
     pool.run(images.not_dealt)
 

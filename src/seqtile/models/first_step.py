@@ -28,6 +28,7 @@ from seqtile.models.replaced import hook_reason, sizes_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
+from seqtile.models.weights import is_users
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
@@ -63,7 +64,9 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     made_of = vars(model).get(OUTCOME, (None,))[0]
     if made_of is not None and made_of.still_is(model):
         return
-    made_of = _MadeOf(model)
+    # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
+    with_hooks = not run_together(model)
+    made_of = _MadeOf(model, with_hooks)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     reason = _not_comparable(model, tensors, kwargs)
     if reason is None:
@@ -77,7 +80,7 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     vars(model)[OUTCOME] = (made_of, outcome)
     for inside in tiled_modules(model) if reason is None else ():
         if isinstance(inside, PreTrainedModel) and inside is not model:  # the model below the head, compared with it
-            vars(inside)[OUTCOME] = (_MadeOf(inside), outcome)
+            vars(inside)[OUTCOME] = (_MadeOf(inside, with_hooks), outcome)
     logger.info(f"seqtile's first step: {outcome}")
 
 
@@ -95,26 +98,36 @@ def outcome_of(model: nn.Module) -> str | None:
 
 class _MadeOf:
     """What a model is made of, as far as the comparison depends on it: modules, their classes and forwards, adapters,
-    the number of hooks. Compared without a walk; the model itself is not held, which holds this."""
+    the number of hooks, if `with_hooks`. Compared without a walk; the model itself is not held, which holds this."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, with_hooks: bool):
         self._inside = [module for module in model.modules() if module is not model]
         self._owned = [vars(module) for module in self._inside]
         owned = [vars(model), *self._owned]
         self._children = [own["_modules"] for own in owned]
-        # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
-        kinds = () if run_together(model) else ("_forward_hooks", "_forward_pre_hooks")
+        kinds = ("_forward_hooks", "_forward_pre_hooks") if with_hooks else ()
         self._hooks = [own[name] for own in owned for name in kinds]
         self._seen = [list(each) if isinstance(each, list) else each for each in self._now(model)]
+        self._counts, self._of_users = list(map(len, self._hooks)), self._users_hooks()
 
     def still_is(self, model: nn.Module) -> bool:
-        return self._now(model) == self._seen
+        if self._now(model) != self._seen:
+            return False
+        if (counts := list(map(len, self._hooks))) != self._counts:
+            # transformers adds hooks of its own when a forward first collects outputs, such as an image's features
+            if self._users_hooks() != self._of_users:
+                return False
+            self._counts = counts
+        return True
+
+    def _users_hooks(self) -> list[int]:
+        return [sum(map(is_users, hooks.values())) for hooks in self._hooks]
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *self._owned]
         attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS))
         children = map(dict.values, self._children)
-        own = (type(model), *map(type, self._inside), *map(len, self._hooks))
+        own = (type(model), *map(type, self._inside))
         return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]
 
     def __reduce__(self) -> tuple:

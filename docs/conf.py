@@ -1,6 +1,10 @@
 """The settings of the site that `make docs` builds of these pages."""
 
+import logging
 from importlib.metadata import version as version_of
+
+for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # which tell what they could not load
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 project = "seqtile"
 author = "The seqtile authors"

@@ -13,13 +13,14 @@ PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddb
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the FLOP of matrix products, including in-place and out= forms."""
+    """Counts the FLOP of matrix products, including in-place and out= forms, and all operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operations += 1
         if (first := PRODUCTS.get(func.overloadpacket.__name__)) is not None:
             self.total += 2 * args[first].numel() * args[first + 1].shape[-1]
         return func(*args, **(kwargs or {}))

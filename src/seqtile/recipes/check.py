@@ -28,6 +28,16 @@ from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import CheckOptions
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
+LOOPS = 1.4  # times as many operations for twice as many tokens: it loops over them
+
+
+class Cost(NamedTuple):
+    """The cost of a training step."""
+
+    flops: int
+    peak: int
+    """The most bytes alive, gradients included."""
+    operations: int
 
 
 class Line(NamedTuple):
@@ -141,14 +151,14 @@ def _code_of_its_own(model: str) -> ValueError:
     return ValueError(f"{model} {what}")
 
 
-def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[int, int]) -> Line:
+def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: Cost) -> Line:
     part = "experts" if found.part is EXPERTS else found.part.option
     how = "refused" if found.refusal else "chunked" if found.chunked else "fused"
     flops = peak = None
     if found.refusal is None:
         options = Options(chunk_tokens=CHUNK, check=False)
         cost = _cost(tiled_copy(model, found.part, found.cls, options), tokens)
-        flops, peak = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
+        flops, peak, _ = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
     reason = found.refusal or found.chunked
     errors = found.error, found.untiled_error
     return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
@@ -167,17 +177,19 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _untiled_cost(model: PreTrainedModel) -> tuple[int, tuple[int, int]]:
-    """Returns the length of the longest step that the model takes, and what it costs."""
-    *longer, shortest = TOKENS
-    for tokens in longer:
-        with suppress(Exception):  # of the model's own code: its table of positions may be shorter
-            return tokens, _cost(copy.deepcopy(model), tokens)
-    return shortest, _cost(copy.deepcopy(model), shortest)
+def _untiled_cost(model: PreTrainedModel) -> tuple[int, Cost]:
+    """Returns the length of the longest step that the model takes, and what it costs. It is short for a model that
+    loops over tokens, as recurrences in PyTorch do: 2,048 of them would take minutes."""
+    tokens, *longer = reversed(TOKENS)
+    found = few = _cost(copy.deepcopy(model), tokens)
+    for more in longer:
+        if found.operations < LOOPS * few.operations:
+            with suppress(Exception):  # of the model's own code: its table of positions may be shorter
+                tokens, found = more, _cost(copy.deepcopy(model), more)
+    return tokens, found
 
 
-def _cost(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
-    """Returns FLOP and the most bytes alive in a training step, gradients included."""
+def _cost(model: PreTrainedModel, tokens: int) -> Cost:
     ids = torch.arange(tokens).remainder(WORDS - 10).add(5).unsqueeze(0)
     if type(model)._supports_sdpa:  # attention that keeps no matrix of tokens x tokens
         model.set_attn_implementation("sdpa")
@@ -185,7 +197,7 @@ def _cost(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
     with FlopCount() as flops, LiveBytes() as memory:
         loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
         torch.autograd.grad(loss, weights, allow_unused=True)
-    return flops.total, memory.peak
+    return Cost(flops.total, memory.peak, flops.operations)
 
 
 def print_report(report: Report, console: Console) -> None:

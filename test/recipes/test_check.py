@@ -69,9 +69,11 @@ def test_dense_layers_before_experts(tmp_path: Path) -> None:
     assert found["mlp"]["count"] == found["experts"]["count"] == 2  # with a convolution, and with attention
 
 
-@pytest.mark.parametrize(("config", "tokens"), [("gpt2", 192), ("blenderbot", 96), ("rwkv", 192), ("mixtral", 2048)])
+@pytest.mark.parametrize(
+    ("config", "tokens"), [("gpt2", 192), ("blenderbot", 96), ("recurrent_gemma", 192), ("mixtral", 2048)]
+)
 def test_tokens_of_the_measured_step(config: str, tokens: int) -> None:
-    """No more than a table of positions has, and few for a model that loops over them, as RWKV does."""
+    """No more than a table of positions has, and few for a model that loops over them, as recurrences do."""
     assert report_of(config)["tokens"] == tokens
 
 

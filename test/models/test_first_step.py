@@ -265,11 +265,8 @@ def test_hooks_that_transformers_adds_do_not_repeat_it(monkeypatch: pytest.Monke
 
 
 def test_status_says_that_the_model_has_changed_since() -> None:
-    model, batch, changed = (
-        build("llama"),
-        batch_of(2, 61),
-        "the model has changed since, so the next step compares again",
-    )
+    model, batch = build("llama"), batch_of(2, 61)
+    changed = "the model has changed since, so the next step compares again"
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     for layer in (False, True):
         seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)

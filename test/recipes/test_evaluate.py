@@ -49,7 +49,7 @@ def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
 def test_the_picture_is_left_out_without_matplotlib(
     files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("seqtile.recipes.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("seqtile.recipes.output.find_spec", lambda name: None)
     evaluated(*files, "--output", str(tmp_path / "out"))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["evaluation.json"]
     assert "needs matplotlib" in caplog.text

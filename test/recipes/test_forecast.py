@@ -179,7 +179,7 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
             "--shared-tokens: expected fewer than the 9 tokens of a sequence, got 9",
         ),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
-        (["google/gemma-2-9b", "--layer"], "model type gemma2: whole layers are not planned, no formula counts them"),
+        (["google/gemma-2-9b", "--layer"], "model type gemma2: whole layers are not planned; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
         ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),
         ([LLAMA, "--gpus", "4", "--head-groups", "4"], "--head-groups: expected at most 2 groups, so that each of"),

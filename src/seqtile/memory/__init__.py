@@ -74,8 +74,7 @@ class Formula(Predictor):
             kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
             known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)
             raise ValueError(
-                f"model type {kind}: whole layers are not planned, no formula counts them; expected one of {known}, or "
-                "tiles without layer"
+                f"model type {kind}: whole layers are not planned; expected one of {known}, or tiles without layer"
             )
         expect("seq_len", is_count(seq_len), "a positive int", seq_len)
         expect("batch_size", is_count(batch_size), "a positive int", batch_size)

@@ -60,9 +60,10 @@ class PartStatus:
                 text += f", attention by {self.head_groups} groups of heads"
             if self.wrappers:
                 text += f", inside a forward of {', '.join(self.wrappers)}, which decides whether it runs"
+        elif self.others == ("trl",):
+            text = _of_trl()
         else:
             text = f"not tiled; the forward that runs is from {', '.join(self.others)}"
-            text = _of_trl() if self.others == ("trl",) else text
         if self.refused:
             text += f"; {self.refused} of {self.total} left untiled, see the notes"
         if self.applied and self.tiled + self.refused < self.total and self.others != ("trl",):

@@ -3,13 +3,12 @@
 import io
 import json
 from contextlib import nullcontext, redirect_stderr
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-from transformers.utils import logging
 
 import seqtile
 from seqtile import sp
@@ -17,11 +16,9 @@ from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
 from seqtile.recipes import EvaluateOptions, Job
 from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, read_of, read_text
-from seqtile.recipes.output import written_beside
+from seqtile.recipes.output import write_picture, written_beside
 from seqtile.recipes.state import rank
 from seqtile.recipes.train import sequence_group
-
-logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,11 +82,7 @@ def write_evaluation(found: Evaluation, title: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with written_beside(directory / "evaluation.json") as new:
         new.write_text(json.dumps(found.figures(), indent=2) + "\n", encoding="utf-8")
-    if find_spec("matplotlib") is None:
-        logger.warning("evaluation.png is left out: it needs matplotlib (pip install matplotlib)")
-        return
-    with written_beside(directory / "evaluation.png") as new:
-        picture(found, title).savefig(new, dpi=150, format="png")
+    write_picture(directory / "evaluation.png", partial(picture, found, title))
 
 
 def picture(found: Evaluation, title: str) -> "Figure":

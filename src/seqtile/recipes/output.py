@@ -5,9 +5,10 @@ is lost."""
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -120,17 +121,22 @@ def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int
     }
 
 
+def write_picture(path: Path, draw: Callable[[], "Figure"]) -> None:
+    """Writes the figure that `draw` returns as a PNG file; warns instead if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        logger.warning(f"{path.name} is left out: it needs matplotlib (pip install matplotlib)")
+        return
+    with written_beside(path) as new:
+        draw().savefig(new, dpi=150, format="png")
+
+
 def write_report(report: dict[str, Any], directory: Path) -> None:
     """Writes report.json to `directory`, and report.png if matplotlib is installed. Raises OSError, which says that the
     model is there."""
     try:
         with written_beside(directory / "report.json") as new:
             new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        if find_spec("matplotlib") is None:
-            logger.warning("report.png is left out: it needs matplotlib (pip install matplotlib)")
-            return
-        with written_beside(directory / "report.png") as new:
-            picture(report).savefig(new, dpi=150, format="png")
+        write_picture(directory / "report.png", partial(picture, report))
     except OSError as error:
         raise OSError(f"the model is in {directory}, but its report could not be written there ({error})") from error
 

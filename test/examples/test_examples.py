@@ -1,8 +1,6 @@
 """Every example, at tiny size: it trains as the untiled model does, in one process and over ranks."""
 
 import ast
-import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,6 @@ from recipes.tiny_pretrained import save_tiny
 from seqtile import memory, offload
 from seqtile.integrations.trl import restore_trl
 from support.assertions import relative_error
-from support.launch import torchrun
 from support.plain_store import offloaded
 from support.pool import Pool
 from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, on_rank, run, trained_by_grpo
@@ -156,31 +153,17 @@ def test_plan(own: bool, directory: str) -> None:
         assert memory.plan(name, seq_len=longer * names["longest"].tokens, **setup).fits == fits
 
 
-def by_torchrun(count: int, name: str, directory: str, how: str, file: Path) -> dict:
-    torchrun(count, EXAMPLES.parent / "test" / "support" / "small_example.py", name, directory, how, file)
-    return json.loads(file.read_text())
-
-
 @pytest.mark.full(
-    "30 s by torchrun, of forked ranks the lines are the same; 11 s of DeepSpeed, with which sp's cases train too",
-    but=("fsdp2_sp-forked", "trainer_sp-forked"),
+    "11 s of DeepSpeed, with which sp's cases train too; 4 s of Trainer, as of GRPO below", but=("fsdp2_sp",)
 )
 @pytest.mark.dist
-@pytest.mark.parametrize("start", ["forked", "torchrun"])
 @pytest.mark.parametrize("name", ["fsdp2_sp", "deepspeed_sp", "trainer_sp"])
-def test_ranks_train_as_one_untiled_process_does(
-    name: str, start: str, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_train_as_one_untiled_process_does(name: str, directory: str) -> None:
     pytest.importorskip("deepspeed" if "deepspeed" in name else "torch")
-    paths = (EXAMPLES.parent / "src", EXAMPLES.parent / "test", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
     found = []
     for count, how in ((1, "untiled"), (2, "tiled")):
-        if start == "torchrun":
-            found.append(by_torchrun(count, name, directory, how, tmp_path / how))
-        else:
-            with Pool(count, "own") as pool:
-                found.append(pool.run(on_rank, name, directory, how)[0])
+        with Pool(count, "own") as pool:
+            found.append(pool.run(on_rank, name, directory, how)[0])
     theirs, ours = found
     same_figures(ours["figures"], theirs["figures"])
     assert (theirs["mlps"], theirs["ranks"], ours["mlps"], ours["ranks"]) == (0, 1, 2, 2)

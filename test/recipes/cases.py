@@ -56,7 +56,7 @@ def ended_in(step: int, by: Callable[[], None], rank: int = 0) -> Iterator[None]
 
 
 def on_rank(*arguments: str, command: str = "finetune") -> tuple[int, str]:
-    """Runs a seqtile command in a process that has a rank. Returns its exit code and its output."""
+    """Runs a seqtile command in this process, on its rank if it has one. Returns its exit code and its output."""
     with patch.object(os, "_exit"):  # a successful command ends with it
         result = CliRunner().invoke(app, [command, "--device", "cpu", *arguments])
     return result.exit_code, result.output

@@ -18,13 +18,15 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+import seqtile.rules
+from recipes.cases import on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import __version__, memory
 from seqtile.cli import app
 from seqtile.recipes import Job
 from seqtile.recipes.data import is_out_of_memory, load_config
 from seqtile.recipes.finetune import fitted
-from seqtile.recipes.output import picture, print_table, running_means, write_report
+from seqtile.recipes.output import picture, print_table, running_means
 from seqtile.recipes.state import Run, loaded
 from seqtile.recipes.train import has_square_mask, in_words, loss_of, sequence_group, train
 from seqtile.sp import segments
@@ -52,14 +54,16 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
-def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
-    """The whole job: sequences of more than a chunk, both runs in their own processes, report, picture and model."""
+def test_compare(
+    pretrained: Path, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The whole job: sequences of more than a chunk, the untiled run in its own process, report, picture and model."""
+    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it permanently changes the process
     output = tmp_path / "new" / "run"
-    command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
-    command += ["--seq-len", "2500", "--steps", "3", "--learning-rate", "1e-4", "--compare", "--device", "cpu"]
-    command += ["--output", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout + result.stderr
+    job = ("--model", str(pretrained), "--data", str(document), "--seq-len", "2500", "--steps", "3", "--compare")
+    code, ours = on_rank(*job, "--learning-rate", "1e-4", "--output", str(output))
+    printed = capfd.readouterr().out + ours
+    assert code == 0, printed
     report = json.loads((output / "report.json").read_text())
     for run in ("baseline", "seqtile"):
         assert len(report[run]["losses"]) == 3 and report[run]["peak_mib"] > 100
@@ -70,10 +74,10 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     for name in ("untiled", "seqtile"):
         for step, end in ((1, r"  \d+ s left"), (2, r"  \d+ s left"), (3, "")):
             line = rf"{name}: step {step}/3  loss \d\.\d{{4}}  [\d,]+ tokens/s  peak [\d,]+ MiB{end}"
-            assert re.search(f"^{line}$", result.stdout, re.MULTILINE), "a line a step"
-    assert result.stdout.startswith("data: 1 file read, ") and "\033" not in result.stdout
-    assert not re.search("[\r\b]", result.stdout), "no bars in a log"
-    assert "peak memory, MiB" in result.stdout and f"{report['seqtile']['losses'][2]:.6f}" in result.stdout
+            assert re.search(f"^{line}$", printed, re.MULTILINE), "a line a step"
+    assert ours.startswith("data: 1 file read, ") and "\033" not in printed
+    assert not re.search("[\r\b]", printed), "no bars in a log"
+    assert "peak memory, MiB" in ours and f"{report['seqtile']['losses'][2]:.6f}" in ours
     assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((output / "model").glob("*.safetensors"))
     assert (output / "model").stat().st_mode == output.stat().st_mode, "who may read the report may read the model"
@@ -83,23 +87,16 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(output / "model")("word")["input_ids"]
 
 
-def test_the_picture_is_left_out_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("seqtile.recipes.output.find_spec", lambda name: None)
-    write_report({"steps": 1}, tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["report.json"] and "needs matplotlib" in caplog.text
-
-
 @pytest.mark.full("it has the layers of both others", but=("gemma3_text",))
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text"])
 def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For models with sliding windows in one process: nothing grows with the square of the length, and loss and
     gradients are the model's."""
     save_tiny(tmp_path, arch)
-    monkeypatch.setattr(segments, "MASK_ELEMENTS", 2**22)  # less than a mask of one of these lengths
+    monkeypatch.setattr(segments, "MASK_ELEMENTS", 2**18)  # less than a mask of one of these lengths
+    monkeypatch.setattr(seqtile.rules, "MIN_CHUNK_TOKENS", 256)
     largest = {}
-    for length in (2300, 3450):  # more than a chunk
+    for length in (600, 900):  # more than a chunk
         job = Job(str(tmp_path), seq_len=length, steps=1, device="cpu", output=tmp_path)
         batch = torch.randint(3, 90, (1, length))
         run = Run(job, load_config(job.model), batch[None], tiled=True)
@@ -111,7 +108,7 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
                 loss.backward()
         largest[length] = memory.largest
     assert not dist.is_initialized()
-    assert largest[3450] <= 1.6 * largest[2300], "the square would be 2.25"
+    assert largest[900] <= 1.6 * largest[600], "the square would be 2.25"
     expected = loaded(replace(run, tiled=False), None).model
     true = loss_of(expected, batch, job, None)
     true.backward()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.cases import JOB, STEPS, Killed, ended_in, kill, press_ctrl_c, run_of_a_rank
-from recipes.tiny_pretrained import save_tiny, small_files_only
+from recipes.tiny_pretrained import contents, save_tiny, small_files_only
 from seqtile.recipes import checkpoint_in
 from seqtile.recipes.data import load_config
 from seqtile.recipes.state import Run, Training, check_same
@@ -134,10 +134,6 @@ def test_what_cannot_be_gone_on_from(run: Run) -> None:
     (checkpoint_in(run.job.output) / "run.json").unlink()
     with pytest.raises(ValueError, match=r"--resume: the checkpoint in .* cannot be loaded .*; leave out --resume"):
         check_same(run)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 @pytest.mark.parametrize("how", ["killed", "disk full", "no room", "nan"])

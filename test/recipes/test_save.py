@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.tiny_pretrained import save_tiny, small_files_only
+from recipes.tiny_pretrained import contents, save_tiny, small_files_only
 from seqtile.recipes import Job, check_output
 from seqtile.recipes.data import load_config
 from seqtile.recipes.output import remove_incomplete, save_model, written_beside
@@ -53,7 +53,7 @@ def test_a_model_takes_the_place_of_another(tmp_path: Path, elsewhere: Path) -> 
 def test_a_full_disk(tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is saved elsewhere, existing files do not change, and no partial files remain."""
     save_tiny(tmp_path / "model")
-    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    before = contents(tmp_path / "model")
     model = build("llama")
     weights = dict(model.named_parameters())
     save_pretrained = type(model).save_pretrained
@@ -66,7 +66,7 @@ def test_a_full_disk(tmp_path: Path, elsewhere: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(model), "save_pretrained", full)
     place = save_model(model, weights, None, tmp_path / "model")
     assert elsewhere in place.parents and (place / "model.safetensors").is_file() and names(place.parent) == {"model"}
-    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    assert contents(tmp_path / "model") == before
     assert names(tmp_path) == {"model", "elsewhere"}
 
 

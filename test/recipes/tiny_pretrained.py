@@ -19,6 +19,10 @@ def save_tiny(directory: Path, arch: str = "llama") -> None:
     build(arch).save_pretrained(directory)
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
 @contextmanager
 def small_files_only() -> Iterator[None]:
     """A system limit: writing fails in the middle of weights, as on a full disk."""

@@ -1,7 +1,5 @@
 """Starts new processes: by torchrun, or so that Ctrl-C interrupts them."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +13,3 @@ def interruptible(command: list[str]) -> list[str]:
 def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, *map(str, command)]
-
-
-def torchrun(ranks: int, *command: str | Path) -> None:
-    """Runs a command on ranks. If they fail, the test fails and shows the end of their output."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = torchrun_command(ranks, *command)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]

@@ -1,11 +1,6 @@
-"""Runs an example at tiny size: sequences of LENGTH tokens, chunks of CHUNK. Also a script for torchrun:
+"""Runs an example at tiny size: sequences of LENGTH tokens, chunks of CHUNK."""
 
-small_example.py NAME MODEL tiled|untiled FILE"""
-
-import gc
 import inspect
-import json
-import os
 import re
 import sys
 from contextlib import ExitStack, redirect_stdout
@@ -15,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 import seqtile
 import seqtile.integrations.trl
@@ -72,12 +66,3 @@ def trained_by_grpo(directory: str) -> tuple[float, list[float]]:
     history = trainer.state.log_history
     assert any(entry.get("reward_std", 0) > 0 for entry in history)
     return float(weights.double().square().sum()), [entry["reward"] for entry in history if "reward" in entry]
-
-
-if __name__ == "__main__":
-    found = on_rank(*sys.argv[1:4])
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[4]).write_text(json.dumps(found))
-    if dist.is_initialized():
-        gc.collect()  # a DDP that outlives its process group may wait for gloo's thread, which waits for Python's lock
-        dist.destroy_process_group()

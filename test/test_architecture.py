@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,10 +57,17 @@ FOREIGN = {  # package -> subpackages that may import it; no one may import an u
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Returns all nodes of a file's tree, the module first."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+@cache
 def imports_of(file: Path) -> set[str]:
     """Returns the modules that a file imports anywhere."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -113,7 +121,7 @@ def test_tests_and_benchmarks_stand_by_themselves() -> None:
 
 def test_kernels_know_no_autograd_and_ops_no_modules() -> None:
     for file in (SOURCE / "kernels").glob("*.py"):
-        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        names = {node.attr for node in nodes_of(file) if isinstance(node, ast.Attribute)}
         assert not names & {"autograd", "requires_grad", "backward", "grad_fn"}, file
     for file in (SOURCE / "ops").rglob("*.py"):
         assert not imports_of(file) & {"torch.nn", "torch.distributed"}, file
@@ -129,12 +137,15 @@ def test_attention_over_ranks_crosses_subpackages_by_its_protocols() -> None:
     protocols = (SequenceParallelAttention, SequenceParallelFunction)
     crossing = {name for protocol in protocols for name in vars(protocol) if not name.startswith("_")}
     for file in FILES:
-        tree = ast.parse(file.read_text())
-        for node in tree.body:
+        for node in nodes_of(file)[0].body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             assert not any(isinstance(target, ast.Attribute) for target in targets), f"{file}: {ast.unparse(node)}"
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        for node in nodes_of(file):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ):
                 asked = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
                 assert not asked & crossing, f"{file}: {ast.unparse(node)}"
 
@@ -154,15 +165,14 @@ def test_laws_of_the_source() -> None:
     """No environment variable, no bare except, no assignment into torch, no process-wide state except one registry."""
     registries = []
     for file in FILES:
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
+        for node in nodes_of(file):
             assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"{file}: environment"
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{file}: bare except"
             assert not isinstance(node, ast.Global), f"{file}: global"
             if isinstance(node, ast.Assign | ast.AugAssign):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     assert not ast.unparse(target).startswith(("torch.", "F.")), f"{file}: assigns into torch"
-        for node in tree.body:
+        for node in nodes_of(file)[0].body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and is_empty_container(node.value):
                 registries.append(f"{file.name}: {ast.unparse(node).split(' = ')[0].split(':')[0]}")
     assert registries == ["patch.py: _CLASSES"]
@@ -170,9 +180,8 @@ def test_laws_of_the_source() -> None:
 
 def test_files_and_functions_stay_short() -> None:
     for file in FILES:
-        text = file.read_text()
-        assert len(text.splitlines()) <= 400, file
-        for node in ast.walk(ast.parse(text)):
+        assert len(file.read_text().splitlines()) <= 400, file
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 from benchmark.device import LOST
 
-from support import on_gpu, tiny
+from support import on_gpu
 from support.on_gpu import Failures
-from support.tiny import broken_interpreter
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -79,12 +78,3 @@ def test_a_gpu_that_is_lost_ends_its_process(lost: bool, monkeypatch: pytest.Mon
     for outcome in ("passed", "failed", "passed"):
         reported(of_several, outcome)
     assert len(asked) == 1 and ended == [LOST] * lost and lines == []
-
-
-@pytest.mark.skipif(tiny.triton is None, reason="needs triton")
-@pytest.mark.parametrize("of_triton, of_numpy", [("3.6.0", "2.5.2"), ("3.7.1", "2.5.2"), ("3.6.0", "2.4.6")])
-def test_an_interpreter_that_fails(of_triton: str, of_numpy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 with numpy 2.5."""
-    monkeypatch.setattr(tiny.triton, "__version__", of_triton)
-    monkeypatch.setattr(tiny.numpy, "__version__", of_numpy)
-    assert bool(broken_interpreter()) == ((of_triton, of_numpy) == ("3.6.0", "2.5.2"))

@@ -1,6 +1,5 @@
 """Trainers compute prefixes that several rows share only once, and train as they do otherwise."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from integrations.test_trl import CLOCKS, own_head  # noqa: F401
+from integrations.test_trl import assert_same_log, own_head  # noqa: F401
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.models.patch import unwrapped
@@ -174,16 +173,7 @@ def same(ours: Run, theirs: Run) -> None:
     for step, (mine, their) in enumerate(zip(ours.moved, theirs.moved, strict=True)):
         error, rounding = (mine - their).norm() / their.norm(), 1.2e-7 * theirs.norm / their.norm()
         assert their.norm() > 0 and error <= 1e-5 + rounding, f"update {step} is {error:.1e} off"
-    assert len(ours.log) == len(theirs.log)
-    for our, their in zip(ours.log, theirs.log, strict=True):
-        assert our.keys() == their.keys()
-        undecided = abs(their.get("rewards/margins", 1.0)) < 1e-5  # rewards equal but for rounding, as in a first step
-        for key in [key for key in their if not key.endswith(CLOCKS)]:
-            if undecided and key == "rewards/accuracies":
-                continue
-            scale = 10 if key == "kl" or key.startswith("rewards/") else 1
-            close = math.isclose(our[key], their[key], rel_tol=1e-5, abs_tol=1e-5 * scale)
-            assert close or (math.isnan(our[key]) and math.isnan(their[key])), (key, our[key], their[key])
+    assert_same_log(ours.log, theirs.log)
 
 
 @pytest.mark.full("what is shared is the same however weights are trained", but=EVERY_DAY)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import seqtile
 from seqtile.integrations.trainer import SeqtileCallback
 from support.assertions import assert_each_as_exact, relative_error
+from support.choice import every_value
 from support.tiny import CHUNK, batch_of, gentle, tiled_copy
 from support.trainers import OPTIONS, assert_same_training, run
 
@@ -100,18 +101,7 @@ def test_lora_and_a_second_training(documents: Rows, tmp_path: Path) -> None:
         assert tiled_parts(model) == (1, 2)
 
 
-def test_under_trl_the_loss_is_left_to_it(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    from support.trl_trainers import token_documents
-    from support.trl_trainers import trainer as trl_trainer
-
-    model = gentle("llama")
-    training = trl_trainer(trl.SFTTrainer, model, token_documents(), tmp_path, bf16=None, max_steps=1)
-    training.add_callback(SeqtileCallback(chunk_tokens=CHUNK))
-    training.train()
-    assert tiled_parts(model) == (0, 2)
-
-
+@pytest.mark.full("of four cases", but=every_value)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("options", "message"), [({"chunk_tokens": 0}, "chunk_tokens"), ({"head_groups": 2}, "pass layer=True too")]

@@ -85,7 +85,10 @@ def assert_same_log(ours: list[dict[str, float]], theirs: list[dict[str, float]]
     assert len(ours) == len(theirs) >= 4
     for our, their in zip(ours, theirs, strict=True):
         assert our.keys() == their.keys()
+        undecided = abs(their.get("rewards/margins", 1.0)) < 1e-5  # rewards equal but for rounding, as in a first step
         for name in [name for name in their if not name.endswith(CLOCKS)]:
+            if undecided and name == "rewards/accuracies":
+                continue
             # These are differences of two log-probabilities of whole sequences, which are in the hundreds.
             size = 10 if name == "kl" or name.startswith("rewards/") else 1
             same = math.isclose(our[name], their[name], rel_tol=1e-5, abs_tol=1e-5 * size)

@@ -89,15 +89,7 @@ def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:
     """It finds these errors and no others. It does not follow torch, which would take a minute."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = skip\n")
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--hide-error-context",
-        "script.py",
-    ]
+    command = [sys.executable, "-m", "mypy", "--cache-dir", "cache", "--hide-error-context", "script.py"]
     variables = os.environ | {"PYTHONPATH": str(STUB.parents[1])}
     found = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=600)
     assert [line for line in found.stdout.splitlines() if ": error:" in line] == ERRORS, found.stdout + found.stderr

@@ -95,7 +95,7 @@ def test_after_liger(
 def test_lora_and_a_second_training(documents: Rows, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(gentle("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
-    training = trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True)
+    training = trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True, max_steps=1)
     for _ in range(2):
         training.train()
         assert tiled_parts(model) == (1, 2)

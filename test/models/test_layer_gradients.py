@@ -47,7 +47,7 @@ def test_gradients_equal(
     assert_same_step(tiled_copy(untiled, head_groups, **options), untiled, batch, reentrant)
 
 
-@pytest.mark.full("of 12 models", but=every_value)
+@pytest.mark.full("of 12 models", but=("llama-auto", "qwen3-None", "granite-None"))
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", LAYERED)
 def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, device: str) -> None:

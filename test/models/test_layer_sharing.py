@@ -57,9 +57,7 @@ def tiled_copy(model: nn.Module) -> nn.Module:
     return tiled
 
 
-@pytest.mark.full(
-    "of 30 models; Gemma 3n proves itself for seconds", but=("*4-plain-1-32", "*4-ckpt-2-13", "*4-re*-1-29")
-)
+@pytest.mark.full("of 30 models; Gemma 3n takes 4 s", but=("*4-plain-1-32", "*4-ckpt-2-13", "*4-re*-1-29"))
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 32), (1, 29), (2, 16), (2, 13), (1, 33)])
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import seqtile
 from seqtile.arch import ARCHS
-from seqtile.models.small import WORDS
+from seqtile.models.model_types import model_classes
+from seqtile.models.small import WORDS, small_model
 from support.assertions import relative_error
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
@@ -17,6 +19,11 @@ KINDS = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.
 MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
 in_groups = pytest.mark.parametrize("head_groups", [None, 2])
 on_model_or_classes = pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+
+
+def small_of(model_type: str, **changes: object) -> PreTrainedModel:
+    """A small model of a Hugging Face model type, in training mode."""
+    return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes)).train()
 
 
 def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:

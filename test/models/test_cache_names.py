@@ -23,10 +23,15 @@ def test_a_cache_among_arguments(name: str) -> None:
 
 
 @by_each_name
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_a_text_model_given_a_cache_is_not_cut(name: str, is_alone: bool) -> None:
-    assert whole_batches._row_by_row({name: DynamicCache()}, is_alone) == "a cache was given"
-    assert whole_batches._row_by_row({name: None}, is_alone) is None
+def test_a_cache_is_not_cut_sharded_or_compared(name: str) -> None:
+    given = {name: DynamicCache()}
+    for is_alone in (True, False):
+        assert whole_batches._row_by_row(given, is_alone) == "a cache was given"
+        assert whole_batches._row_by_row({name: None}, is_alone) is None
+    with pytest.raises(ValueError, match="a cache is not sharded over ranks"):
+        sharding_hooks._check_shard(given, 1, 4)
+    sharding_hooks._check_shard({name: None}, 1, 4)
+    assert first_step._not_comparable(build("llama"), [], given) == "it was given a cache"
 
 
 @by_each_name
@@ -44,18 +49,6 @@ def test_a_forward_given_a_cache_records_no_masks(name: str, is_alone: bool) -> 
     hooks = Hooks()
     hooks.begin(torch.nn.Module(), (), {"input_ids": torch.zeros(1, 4), name: DynamicCache()})
     assert hooks.whole == [True]
-
-
-@by_each_name
-def test_shards_refuse_a_cache(name: str) -> None:
-    with pytest.raises(ValueError, match="a cache is not sharded over ranks"):
-        sharding_hooks._check_shard({name: DynamicCache()}, 1, 4)
-    sharding_hooks._check_shard({name: None}, 1, 4)
-
-
-@by_each_name
-def test_a_first_step_with_a_cache_is_not_compared(name: str) -> None:
-    assert first_step._not_comparable(build("llama"), [], {name: DynamicCache()}) == "it was given a cache"
 
 
 @by_each_name

@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING
 from transformers.integrations import moe
 
 import seqtile
-from models.layered import KINDS, assert_equal
+from models.layered import KINDS, assert_equal, small_of
 from seqtile.models.find import experts_in
-from seqtile.models.model_types import model_classes
-from seqtile.models.small import WORDS, small_model
+from seqtile.models.small import WORDS
 from seqtile.rules import default_chunk_tokens
 from support.tiny import CHUNK, batch_of, build, checkpointing, counting, loss_and_gradients, tiled_copy
 from support.training import with_lora
@@ -55,7 +53,7 @@ def test_experts_of_4_bits(reentrant: bool | None) -> None:
 
 def test_experts_of_mxfp4_are_left_with_the_remedy() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    model = small_model(model_classes("gpt_oss")[0], CONFIG_MAPPING["gpt_oss"]())
+    model = small_of("gpt_oss")
     for layer in model.model.layers:
         layer.mlp.experts = mxfp4.Mxfp4GptOssExperts(model.config)
     seqtile.apply_seqtile(model, check=False)
@@ -65,7 +63,7 @@ def test_experts_of_mxfp4_are_left_with_the_remedy() -> None:
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_experts_without_tokens_get_no_gradient(reentrant: bool | None) -> None:
     """As untiled: an optimizer with weight decay would use gradients of zeros."""
-    untiled = small_model(model_classes("longcat_flash")[0], CONFIG_MAPPING["longcat_flash"]()).train()
+    untiled = small_of("longcat_flash")
     for experts in experts_in(untiled):  # all tokens go to an expert that returns its input
         experts.register_forward_pre_hook(
             lambda module, args: (args[0], torch.full_like(args[1], module.num_routed_experts), args[2])

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import seqtile
-from models.test_families import made
+from models.layered import small_of
 from seqtile.models import any_layer
 from seqtile.models.small import WORDS
 from support.assertions import relative_error
@@ -28,7 +28,7 @@ caches."""
 def test_the_same_words_and_cache(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filled, add = [], any_layer._CacheOfChunks.add
     monkeypatch.setattr(any_layer._CacheOfChunks, "add", lambda *args: filled.append(0) or add(*args))
-    model = made(model_type).eval()
+    model = small_of(model_type).eval()
     tiled = tiled_copy(model, layer=True, chunk_tokens=CHUNK)
     ids = torch.randint(5, WORDS - 5, (2, 60))
     mask = torch.ones_like(ids)
@@ -45,7 +45,7 @@ def test_the_same_words_and_cache(model_type: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 @torch.no_grad()
 def test_a_prompt_in_two_parts(arch: str) -> None:
-    model = made(arch).eval()
+    model = small_of(arch).eval()
     tiled, ids, found = tiled_copy(model, layer=True, chunk_tokens=CHUNK), torch.randint(5, WORDS - 5, (1, 90)), []
     for each in (model, tiled):
         cache = DynamicCache(config=each.config)
@@ -62,7 +62,7 @@ def test_a_cache_is_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ValueError("behind its attention")
 
-    tiled = tiled_copy(made("gpt2").eval(), layer=True, chunk_tokens=CHUNK)
+    tiled = tiled_copy(small_of("gpt2").eval(), layer=True, chunk_tokens=CHUNK)
     cache = DynamicCache(config=tiled.config)
     monkeypatch.setattr(any_layer._LayerCall, "behind_attention", fails)
     with pytest.raises(ValueError, match="a GPT2Block cannot fill a cache in chunks; apply with layer=False"):
@@ -91,5 +91,5 @@ def peak_of_prefill(arch: str, layer: bool | None, tokens: int) -> float:
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_memory_of_a_prompt(arch: str) -> None:
     """Only one chunk of the MLP's states exists, although each token has at least 16 times as many as hidden states."""
-    untiled, mlp, layer = (peak_of_prefill(arch, layer, 16_384) for layer in (None, False, True))
+    untiled, mlp, layer = (peak_of_prefill(arch, layer, 8_192) for layer in (None, False, True))
     assert untiled > 50 and max(mlp, layer) < 15

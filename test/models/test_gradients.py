@@ -35,12 +35,15 @@ ON_GPU = "a CPU trains all of them by the same lines, and each kernel has its ow
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("arch", CLASSES)
 def test_gradients_equal(arch: str, reentrant: bool | None, shape: tuple, items: int | None, device: str) -> None:
-    if interpreted() and (arch not in ("llama", "mistral", "qwen3") or items is not None):
-        pytest.skip("the interpreter is slow")
+    options = {}
+    if interpreted():
+        if arch not in ("llama", "mistral", "qwen3") or items is not None:
+            pytest.skip("the interpreter is slow")
+        shape, options = (1, 11), {"chunk_tokens": 6, "check": False}
     untiled, batch = build(arch, device), batch_of(*shape, device)
     if items is not None:
         batch["num_items_in_batch"] = torch.tensor(items, device=device)
-    tiled = tiled_copy(untiled)
+    tiled = tiled_copy(untiled, **options)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0
     assert_same_step(tiled, untiled, batch, reentrant)

@@ -21,6 +21,8 @@ from support.tiny import (
     modeling_restored,
 )
 
+FEW, FEW_OF_A_CHUNK = 11, 6  # tokens, for the interpreter: more than a chunk
+
 
 @pytest.mark.full("of 108 models", but=every_pair)
 @pytest.mark.on_gpu(
@@ -35,14 +37,17 @@ def test_gradients_equal(
     arch: str, head_groups: int | None, reentrant: bool | None, batch_size: int, length: int, device: str
 ) -> None:
     """Padded rows have a mask, with which sdpa saves more than queries, keys and values, so attention is recomputed."""
-    if interpreted() and (arch not in ("llama", "qwen3") or reentrant is not False or batch_size > 1):
-        pytest.skip("the interpreter is slow")
+    options = {"chunk_tokens": CHUNK}
+    if interpreted():
+        if arch not in ("llama", "qwen3") or reentrant is not False or batch_size > 1:
+            pytest.skip("the interpreter is slow")
+        length, options = FEW, {"chunk_tokens": FEW_OF_A_CHUNK, "check": False}
     untiled = build(arch, device)
     batch = whole(length, device) if batch_size == 1 else batch_of(batch_size, length, device)
-    assert_same_step(tiled_copy(untiled, head_groups), untiled, batch, reentrant)
+    assert_same_step(tiled_copy(untiled, head_groups, **options), untiled, batch, reentrant)
 
 
-@pytest.mark.full("of 12 models", but=every_value)
+@pytest.mark.full("of 12 models", but=("llama-auto", "qwen3-None", "granite-None"))
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", LAYERED)
 def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, device: str) -> None:
@@ -80,10 +85,11 @@ def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, de
 def test_after_liger(arch: str, head_groups: int | None, device: str) -> None:
     """seqtile reads the weights of Liger's norms and the projections of Liger's MLP."""
     liger_or_skip(arch, device)
-    untiled, batch = build(arch, device), whole(63, device)
+    untiled, batch = build(arch, device), whole(FEW, device)
     tiled, truth = copy.deepcopy(untiled), loss_and_gradients(untiled, **batch)
     with modeling_restored():
         apply_liger(arch, model=tiled)
-        seqtile.apply_seqtile(tiled, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
+        options = {"head_groups": head_groups, "chunk_tokens": FEW_OF_A_CHUNK, "check": False}
+        seqtile.apply_seqtile(tiled, layer=True, **options)
         assert seqtile.status(tiled).layer.reason is None
         assert_equal(loss_and_gradients(tiled, **batch), truth)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 import seqtile
 from models.layered import in_groups, on_model_or_classes, tiled_model
 from seqtile.ops.decoder_layer import qkv
-from support.choice import every_pair
+from support.choice import every_value
 from support.measure import FlopCount, LiveBytes, eager_memory, flops_of_step
 from support.tiny import CHUNK, batch_of, build, checkpointing
 
@@ -23,7 +23,7 @@ LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_head
 LLAMA_8B |= {"num_hidden_layers": 2, "head_dim": 128, "vocab_size": 128, "pad_token_id": 0}
 
 
-@pytest.mark.full("of 16 models", but=every_pair)
+@pytest.mark.full("of 16 models", but=every_value)
 @on_model_or_classes
 @in_groups
 @pytest.mark.parametrize("arch", ["granite", "llama", "qwen3", "smollm3"])
@@ -94,12 +94,12 @@ def measured(arch: str, tokens: int, **options: object) -> tuple[float, int]:
     return memory.peak / (tokens * 4096 * 2), flops.total + BareFunction.flops
 
 
-@pytest.mark.full("8 to 16 s each", but=("*128-8",))
+@pytest.mark.full("8 to 16 s each", but=("*128-16",))
 @pytest.mark.parametrize(
     ("head_groups", "limit", "thousands", "chunk"),
     [
-        (None, 8.5, 128, 8),
-        ("auto", 6.8, 128, 8),
+        (None, 9.0, 128, 16),
+        ("auto", 7.6, 128, 16),
         ("auto", 6.4, 128, None),
         (None, 8.5, 1024, 16),
         ("auto", 6.0, 1024, 16),

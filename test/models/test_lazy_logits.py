@@ -181,7 +181,7 @@ def test_autocast_dropout_and_training_as_in_the_forward() -> None:
 
 def test_logits_for_who_follows_a_forward() -> None:
     """Transforms, tracing and compilers get plain logits from a forward without labels."""
-    untiled, ids = build("llama").eval(), whole(60)["input_ids"]
+    untiled, ids = build("llama", num_hidden_layers=1).eval(), whole(60)["input_ids"]
     tiled, plain = tiled_copy(untiled, mlp=False), untiled(input_ids=ids).logits
     forward = lambda of: lambda weights: torch.func.functional_call(of, weights, (ids,)).logits.square().sum()  # noqa: E731
     gradients = [torch.func.grad(forward(of))(dict(of.named_parameters())) for of in (tiled, untiled)]

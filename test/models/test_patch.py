@@ -8,7 +8,7 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama
 
 import seqtile
@@ -17,7 +17,6 @@ from seqtile.models import in_chunks, mlp
 from seqtile.models import layer as layers
 from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.first_step import outcome_of
-from seqtile.models.placement import placement_at
 from support.assertions import unread
 from support.choice import every_value
 from support.tiny import (
@@ -161,21 +160,6 @@ def test_in_the_wrapper_of_peft() -> None:
     assert runs_tiled(model) == [False, False]
     seqtile.apply_seqtile_to_llama(wrapped, chunk_tokens=CHUNK)
     assert runs_tiled(model) == [True, True]
-
-
-def test_status_says_that_liger_took_something_back() -> None:
-    model = tiled_model("llama")
-    apply_liger("llama", model=model)
-    status = seqtile.status(model)
-    assert (status.loss.tiled, status.mlp.tiled) == (0, 0)
-    assert str(status).count("liger_kernel took it back: apply seqtile to this model, last") == 2
-    taken = [vars(module).get("forward") for module in model.modules()]
-    seqtile.restore(model)
-    assert [vars(module).get("forward") for module in model.modules()] == taken, "another library's work is left alone"
-    assert seqtile.status(model).mlp.others == ("liger_kernel",)
-    apply_liger("llama", model=model)
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    assert seqtile.status(model).mlp.tiled == 2
 
 
 def test_liger_on_the_model_afterwards_takes_nothing_of_a_layer_back() -> None:
@@ -381,11 +365,3 @@ def test_subclasses(cls: type) -> None:
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert runs_tiled(model) == [True, True]
     assert abs(model(**batch).loss - truth) < 1e-4
-
-
-def test_other_heads_take_a_tiled_mlp() -> None:
-    model = LlamaForSequenceClassification(config_of("llama"))
-    seqtile.apply_seqtile(model, loss=False, chunk_tokens=CHUNK)
-    status = seqtile.status(model)
-    assert status.loss is None and status.mlp.tiled == 2
-    assert placement_at(model.model.layers[0].mlp) is not None

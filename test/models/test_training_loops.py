@@ -117,12 +117,11 @@ BREAK = "seqtile.gated_mlp saves its input in a node of its own"
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "phi3"])
 def test_compiled_layers(arch: str, device: str) -> None:
     """The graph of a layer breaks only at the MLP, and not at all if a sequence fits in a chunk."""
-    eager, _, _ = three(arch, device)
+    eager = tiled_copy(gentle(arch, device, num_hidden_layers=1))
     for length, breaks in ((101, 1), (CHUNK, 0)):
         fresh_compiler()
         compiled = copy.deepcopy(eager)
-        layer = compiled.model.layers[0]  # the other layers would share its graphs
-        layer.compile(backend="aot_eager")
+        compiled.model.layers[0].compile(backend="aot_eager")
         batch = batch_of(1, length, device)
         assert_equal(loss_and_gradients(compiled, **batch), loss_and_gradients(eager, **batch))
         assert counters["stats"]["unique_graphs"] == breaks + 1
@@ -138,7 +137,8 @@ def test_compiled_of_any_length(how: str, reentrant: bool | None, device: str) -
     """Sequences of new lengths, longer and shorter than a chunk, are right. Under checkpointing, the code that Hugging
     Face checkpoints inside the compiled layer runs eagerly where the MLP breaks the graph."""
     fresh_compiler()
-    eager, _, _ = three("llama", device, reentrant)
+    eager = tiled_copy(gentle("llama", device, num_hidden_layers=1))
+    checkpointing(eager, reentrant)
     compiled = copy.deepcopy(eager)
     layers = compiled.model.layers
     for index, layer in enumerate(layers):

@@ -104,7 +104,7 @@ MUTANTS = (
         "DealtImages.__call__",
         "self.batches.compare_batch()",
         "pass",
-        select="images",
+        select="not_dealt",
     ),
     OverRanks(
         "spans: tokens of an image see each other one way",
@@ -147,7 +147,7 @@ MUTANTS = (
         "if seen != ranks:",
         "if seen > ranks:",
         ("sp/test_whole_batches.py",),
-        select="sees",
+        select="unseen",
         dist=True,
     ),
 )

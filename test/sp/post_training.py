@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ import seqtile
 from seqtile import sp
 from seqtile.sp.data import parts_of
 from sp.over_ranks import assert_same_step, by_first_rank, context
+from sp.whole import by_one
 from support.tiny import VOCAB, build
 
 LENGTHS = (17, 30, 9, 41)  # alternately chosen and rejected, or four answers; none ends at a shard boundary
@@ -72,18 +72,12 @@ def distillation(model: nn.Module, teacher: nn.Module, batch: dict[str, Tensor],
     return reduce(share / batch["num_items_in_batch"])
 
 
-def by_one(loss_of: Callable[..., Tensor], model: nn.Module, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = loss_of(model, *arguments, lambda share: share)
-    loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 def post_training(loss_of: Callable[..., Tensor]) -> None:
     """The loss over packed documents, and every gradient, over ranks equal those of one process."""
     ctx, one, reference = context(), build("llama"), build("llama").requires_grad_(False)
     batch, many = packed(), copy.deepcopy(one)
     whole = parts_of(batch, [0], 1)[0]
-    expected = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None})
+    expected = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None}, lambda share: share)
     for model in (many, reference):
         sp.apply_ulysses(model, ctx)
     seqtile.apply_seqtile(many, chunk_tokens=11, loss=False)

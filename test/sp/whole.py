@@ -236,8 +236,8 @@ LOSSES = (
 )
 
 
-def by_one(loss_of: Callable[..., Tensor], model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = loss_of(model, batch)
+def by_one(loss_of: Callable[..., Tensor], model: nn.Module, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_of(model, *arguments)
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -274,9 +274,7 @@ def short() -> None:
     for length in (3, 5, 9):
         one = build("llama")
         many, ids = copy.deepcopy(one), torch.randint(3, 200, (2, length))
-        expected = by_first_rank(
-            by_one, lambda model, batch: model(**batch).loss, one, {"input_ids": ids, "labels": ids}
-        )
+        expected = by_first_rank(loss_and_gradients, one, input_ids=ids, labels=ids)
         sp.apply_ulysses(many, ctx, batches="whole")
         seqtile.apply_seqtile(many)
         loss = many(input_ids=ids, labels=ids).loss

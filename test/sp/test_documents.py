@@ -1,12 +1,13 @@
 """Blocks of queries with slices of keys and small masks, against one dense mask; no tensor of length x length.
 Documents may continue others, as completions continue a prefix that rows share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -50,16 +51,19 @@ def sequences(draw: st.DrawFn, continued: bool) -> tuple[int, Rows, tuple[int | 
     return at + draw(st.integers(0, 5)), tuple(found), tuple(parents) if continued else ()
 
 
-CONTINUED = pytest.mark.parametrize("continued", [False, True], ids=["apart", "continued"])
+APART = (70, ((2, 30), (33, 66)), ())
+CONTINUED = (70, ((0, 20), (20, 40), (40, 50), (50, 66)), (None, 0, 1, 0))
+EITHER = st.one_of(sequences(False), sequences(True))
 WINDOWS = st.one_of(st.none(), st.integers(1, 50))
+ATTENTIONS = (*INSTALLED, "of booleans", "of addends")
 
 
-@CONTINUED
-@given(st.data(), WINDOWS, st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
-def test_blocks_are_the_dense_mask(
-    continued: bool, data: st.DataObject, window: int | None, size: int, mask_elements: int
-) -> None:
-    length, found, parents = data.draw(sequences(continued))
+@example(APART, 20, 2, 60)
+@example(CONTINUED, None, 2, 60)
+@example(CONTINUED, 25, 1, 60)
+@given(EITHER, WINDOWS, st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
+def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: int, mask_elements: int) -> None:
+    length, found, parents = sequence
     reach = length if window is None else window
     seen = torch.zeros(length, length, dtype=torch.bool)
 
@@ -82,19 +86,25 @@ def test_blocks_are_the_dense_mask(
     assert seen.equal(path_mask(length, found, parents, window))
 
 
-@CONTINUED
+def with_each_attention(test: Callable) -> Callable:
+    """Adds an example of each attention with either kind of sequence."""
+    for i, (name, sequence) in enumerate(product(ATTENTIONS, (APART, CONTINUED))):
+        test = example(sequence, (None, 25)[i % 3 // 2], 2, ((4, 2), (3, 2))[i // 2 % 2], name, True, 60)(test)
+    return test
+
+
+@with_each_attention
 @given(
-    st.data(),
+    EITHER,
     WINDOWS,
     st.integers(1, 3),
     st.sampled_from([(1, 1), (3, 3), (4, 2), (3, 2)]),
-    st.sampled_from([*INSTALLED, "of booleans", "of addends"]),
+    st.sampled_from(ATTENTIONS),
     st.booleans(),
     st.sampled_from([60, 2**24]),
 )
 def test_attention(
-    continued: bool,
-    data: st.DataObject,
+    sequence: tuple,
     window: int | None,
     size: int,
     heads: tuple[int, int],
@@ -104,8 +114,8 @@ def test_attention(
 ) -> None:
     """Outputs and gradients of every rank's rows, for two sequences in a batch with different documents, or for one
     whose documents continue others; with sinks if the attention supports them."""
-    length, found, parents = data.draw(sequences(continued))
-    rows_of_batch = (found,) if continued else (found, ((0, length),))
+    length, found, parents = sequence
+    rows_of_batch = (found,) if parents else (found, ((0, length),))
     q_heads, kv_heads = heads
     kv_of_q = tuple(i * kv_heads // q_heads for i in range(q_heads))
     batch, wide = len(rows_of_batch), {"dtype": torch.float64, "requires_grad": True}

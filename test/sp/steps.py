@@ -134,9 +134,9 @@ def stepped(model: nn.Module, optimizer: object, losses: Iterator[torch.Tensor])
     return total.item() / dist.get_world_size()
 
 
-def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
-    """Between two steps, without changes: the group's batch on each of its ranks, its loss and its logits."""
-    batch = batch_of(1, 40 + 9 * ctx.data_parallel_rank)
+def evaluated(one: nn.Module, wrapped: nn.Module, length: int) -> None:
+    """Between two steps, without changes: the loss and the logits of a whole sequence."""
+    batch = batch_of(1, length)
     wrapped.eval()
     with torch.no_grad():
         theirs, ours = one.eval()(**batch), wrapped(**batch)
@@ -144,18 +144,6 @@ def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParalle
         assert relative_error(ours.logits[counts], theirs.logits[counts]) <= 1e-4
     assert relative_error(ours.loss, theirs.loss) <= 1e-5
     one.train(), wrapped.train()
-
-
-def evaluated_whole(one: nn.Module, many: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
-    """Between two steps: each rank evaluates its own whole sequence, as in README."""
-    batch = batch_of(1, 40 + 9 * dist.get_rank())
-    sp.restore(many)
-    wrapped.eval()
-    with torch.no_grad():
-        theirs, ours = one.eval()(**batch), wrapped(**batch)
-    assert relative_error(ours.logits, theirs.logits) <= 1e-4 and relative_error(ours.loss, theirs.loss) <= 1e-5
-    one.train(), wrapped.train()
-    sp.apply_ulysses(many, ctx)
 
 
 def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -> None:
@@ -182,8 +170,12 @@ def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows
     seqtile.apply_seqtile(many, chunk_tokens=20, **options)
     wrapped, optimizer = STRATEGIES[strategy](many)
     for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step starts with the first one's error
-        if step == 1:
-            evaluated_whole(one, many, wrapped, ctx) if batches == "cut" else evaluated_inside(one, wrapped, ctx)
+        if step == 1 and batches == "cut":  # each rank evaluates its own sequence, as in README
+            sp.restore(many)
+            evaluated(one, wrapped, 40 + 9 * dist.get_rank())
+            sp.apply_ulysses(many, ctx)
+        elif step == 1:
+            evaluated(one, wrapped, 40 + 9 * ctx.data_parallel_rank)
         theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step, rows)
         one.load_state_dict(updated)
         if batches == "cut":

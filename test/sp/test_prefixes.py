@@ -25,6 +25,7 @@ from seqtile.sp.backends import attend
 from seqtile.sp.prefixes import prefix_tree
 from sp import images, recurrences
 from sp.attentions import INSTALLED, asked, flex_with_sinks, install
+from sp.on_device import OnDevice
 from sp.over_ranks import nudged
 from sp.prefixes import assert_as_exact, groups, path_mask, rows_again, saved, sharing, step, tokens_of
 from sp.whole import generated
@@ -385,18 +386,11 @@ def test_flop() -> None:
     assert {name: count * of_tree // tokens for name, count in counts[0].items()} == counts[1]
 
 
-WAITS = ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__")
-
-
-def test_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wait() -> None:
     """The device of the ids finds prefixes: one copy to the host has all results."""
-    batch, waits = groups(left=True), []
-    for name in WAITS:
-        method = getattr(Tensor, name)
-        waiting = lambda *args, name=name, method=method: waits.append(name) or method(*args)  # noqa: E731
-        monkeypatch.setattr(Tensor, name, waiting)
-    assert prefix_tree({"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}, 6, 54, 4)
-    assert waits == ["tolist"]
+    batch, OnDevice.waits = groups(left=True), 0
+    given = {name: batch[name].as_subclass(OnDevice) for name in ("input_ids", "attention_mask")}
+    assert not isinstance(prefix_tree(given, 6, 54, 4), str) and OnDevice.waits == 1
 
 
 class Operators(TorchDispatchMode):

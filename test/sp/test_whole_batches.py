@@ -82,7 +82,7 @@ def trainers() -> Iterator:
 @pytest.mark.parametrize(("pool", "size", "name", "how"), list(trainers()), indirect=["pool"])
 @pytest.mark.usefixtures("one_thread")
 def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) -> None:
-    """Three updates of each trainer, with its reference model or teacher; also its logs."""
+    """Two updates of each trainer, with its reference model or teacher; also its logs."""
     pool.run(trl_over_ranks.over_ranks, one_process(name, how, None), size, name, how, leaves_traces=True)
 
 

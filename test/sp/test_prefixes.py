@@ -424,7 +424,7 @@ def test_what_is_done_where_nothing_is_shared() -> None:
 def test_live_bytes_of_attention(implementation: str) -> None:
     """One more row costs its own tokens, not its whole path: keys and values of one path are gathered at a time, for
     flash attention as many as the tree has."""
-    shared, own, width, peaks = 2048, 16, 32, []
+    shared, own, width, peaks = 1024, 16, 32, []
     for rows in (8, 24):
         ends = [0, shared, *(shared + own * (row + 1) for row in range(rows))]
         documents, length = tuple(pairwise(ends)), ends[-1]

@@ -72,13 +72,6 @@ def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
     pool.run(mixed_precision.mixed_precision, i, *case)
 
 
-@OF_TWO
-@pytest.mark.parametrize("loss", [post_training.grpo, post_training.dpo, post_training.distillation])
-def test_post_training(pool: Pool, loss: Callable) -> None:
-    """Losses of policy gradients, preferences and distillation over documents packed in one row."""
-    pool.run(post_training.post_training, loss)
-
-
 def families() -> Iterator:
     """Each family in turn with all kinds of sequences, each way of checkpointing, and each number of ranks."""
     for count, *values in product((1, 2, 4), recurrences.FAMILIES, recurrences.SEQUENCES, recurrences.CHECKPOINTING):
@@ -139,9 +132,8 @@ def test_batches_that_are_not_the_shards_of_one(pool: Pool, name: str) -> None:
     pool.run(misuse.mixed_up, name)
 
 
-SINGLE = (
-    worker.axes, recurrences.halves, steps.refusals, misuse.by_hand, misuse.after_a_failure, misuse.reduced_twice
-)  # fmt: skip
+SINGLE = (worker.axes, post_training.preferences, recurrences.halves, steps.refusals)
+SINGLE += (misuse.by_hand, misuse.after_a_failure, misuse.reduced_twice)
 
 
 @OF_TWO

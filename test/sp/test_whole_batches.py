@@ -82,7 +82,7 @@ def trainers() -> Iterator:
 @pytest.mark.parametrize(("pool", "size", "name", "how"), list(trainers()), indirect=["pool"])
 @pytest.mark.usefixtures("one_thread")
 def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) -> None:
-    """Two updates of each trainer, with its reference model or teacher; also its logs."""
+    """Three updates of each trainer, with its reference model or teacher; also its logs."""
     pool.run(trl_over_ranks.over_ranks, one_process(name, how, None), size, name, how, leaves_traces=True)
 
 
@@ -131,9 +131,8 @@ def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
     pool.run(images.reduced, "qwen2_5_vl", strategy, frozen)
 
 
-SINGLE = (
-    images.seldom_read, images.not_dealt, images.refused, whole.refused, prefixes.other_batches, trl_over_ranks.unseen
-)  # fmt: skip
+SINGLE = (images.seldom_read, images.not_dealt, images.refused, whole.refused)
+SINGLE += (prefixes.other_batches, trl_over_ranks.unseen)
 
 
 @OF_TWO

@@ -118,10 +118,6 @@ def both_losses(model: nn.Module, batch: Batch) -> Tensor:
     return output.loss + 0.01 * (counts * output.logits.float().logsumexp(-1).square()).mean() + sharpness
 
 
-def all_logits(model: nn.Module, batch: Batch) -> Tensor:
-    return (model(**inputs_of(batch)).logits.float().pow(3) * batch["attention_mask"][..., None]).mean()
-
-
 def hidden_states(model: nn.Module, batch: Batch) -> Tensor:
     """Hidden states of all layers, read by a function that needs all tokens, and a slice of them."""
     found = model.model(**inputs_of(batch), use_cache=False, output_hidden_states=True).hidden_states
@@ -226,7 +222,6 @@ LOSSES = (
     of_gradients,
     values,
     weighed,
-    all_logits,
     hidden_states,
     preferences,
     chosen_tokens,
@@ -345,7 +340,7 @@ def sent_bytes() -> None:
 
 def live_bytes() -> None:
     """A rank's peak is that of a step whose batch was cut before the model, plus the whole ids and labels."""
-    ctx, length = context(), 4096
+    ctx, length = context(), 2048
     ids = torch.randint(3, 200, (1, length))
     batch, peaks = {"input_ids": ids, "labels": ids}, {}
     for batches in ("cut", "whole"):

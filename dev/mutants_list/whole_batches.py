@@ -68,7 +68,7 @@ MUTANTS = (
         "WholeBatches._cut",
         "self.sp_group.size, self.batch_hash)[0]",
         "self.sp_group.size)[0]",
-        select="refused",
+        select="not_dealt",
     ),
     Mutant(
         "whole: positions that a model keeps to itself are lost",

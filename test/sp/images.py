@@ -409,7 +409,8 @@ def not_dealt() -> None:
     assert one(**row).loss.isfinite() and not known, "one image"
     loss = one(**batch).loss
     assert is_dealt(one)
-    for other in (row, {name: batch[name][2:] for name in ("input_ids", "labels", "mm_token_type_ids")}):
+    text = {name: batch[name][2:] for name in ("input_ids", "labels", "mm_token_type_ids")}
+    for other in (row, text, batch | {"pixel_values": batch["pixel_values"] + 1}):
         with pytest.raises(ValueError, match="expected the same whole batch on every rank of a group"):
             one(**(other if ctx.rank else batch))
     assert relative_error(one(**batch).loss, loss) <= 1e-6, "after a failure"
@@ -421,6 +422,7 @@ def not_dealt() -> None:
         one(**batch)
     sp.restore(one)
     assert "get_image_features" not in vars(one.model)
+    assert one.model.language_model.config._attn_implementation == "sdpa"
 
 
 def without_images(one: nn.Module, many: nn.Module) -> None:
@@ -433,20 +435,6 @@ def without_images(one: nn.Module, many: nn.Module) -> None:
         assert torch.allclose(many(**inputs).loss, one(**inputs).loss, rtol=1e-5)
         words = [model.eval().generate(ids[:1, :9], max_new_tokens=2, do_sample=False) for model in (one, many)]
     assert words[0].equal(words[1])
-
-
-def refused() -> None:
-    """Spans of images with flash attention, whose masks have none; batches that differ; cached prompts."""
-    ctx = context()
-    model, batch = made("gemma3")
-    model.set_attn_implementation({"text_config": "eager"})
-    sp.apply_ulysses(model, ctx, batches="whole")
-    assert model(**batch).loss.isfinite()
-    other = batch | {"pixel_values": batch["pixel_values"] + ctx.rank}
-    with pytest.raises(ValueError, match="expected the same whole batch on every rank of a group"):
-        model(**other)
-    sp.restore(model)
-    assert model.model.language_model.config._attn_implementation == "eager"
 
 
 def batch_of_group(model_type: str, group: int) -> Inputs:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -42,7 +42,7 @@ DAILY_CHUNKS = ("2-eager, soft cap-plain", "4-three 3/3-packed, window", "2-phi3
 @each_on_ranks([case for case in attention_cases() if case[2] in ("gemma2", "gemma3_text", "phi3")])
 def test_layers_in_chunks(pool: Pool, i: int, case: tuple) -> None:
     """Layers that run in chunks around their attention."""
-    pool.run(worker.layer_in_chunks, i, *case)
+    pool.run(partial(worker.attention, layer=True), i, *case)
 
 
 @each_on_ranks(layer_cases())

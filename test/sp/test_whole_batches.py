@@ -131,7 +131,7 @@ def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
     pool.run(images.reduced, "qwen2_5_vl", strategy, frozen)
 
 
-SINGLE = (images.seldom_read, images.not_dealt, images.refused, whole.refused)
+SINGLE = (images.seldom_read, images.not_dealt, whole.refused)
 SINGLE += (prefixes.other_batches, trl_over_ranks.unseen)
 
 

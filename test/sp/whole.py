@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
 import seqtile
 from seqtile import sp
@@ -362,13 +361,7 @@ def live_bytes() -> None:
 def refused() -> None:
     """By name, on every rank, and none waits; nothing changes."""
     ctx, batch = context(), padded_batch()
-    for model_type, (fields, _) in steps.NOT_SPREAD.items():
-        config = CONFIG_MAPPING[model_type](**fields)
-        other = steps.OF_OTHER_CLASSES.get(model_type, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)](config)
-        before = other.config._attn_implementation
-        with pytest.raises(ValueError, match=r"leave this model whole|get_decoder\(\)"):
-            sp.apply_ulysses(other, ctx, batches="whole")
-        assert other.config._attn_implementation == before
+    steps.refused_models(ctx, r"leave this model whole|get_decoder\(\)", batches="whole")
     model = build("llama")
     with pytest.raises(ValueError, match="batches is 'half', expected one of 'cut', 'whole'"):
         sp.apply_ulysses(model, ctx, batches="half")
@@ -398,9 +391,6 @@ def refused() -> None:
     model.model.forward = again
     with pytest.raises(ValueError, match="LlamaModel is called twice in a forward"):
         model(**batch)
-    prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match="puts tokens before a sequence"):
-        sp.apply_ulysses(prompted, ctx, batches="whole")
     assert model(**batch).loss.equal(loss)
     compiled = torch.compile(lambda hidden: hidden.square().mean(), backend="eager")
     with pytest.raises(RuntimeError, match=r"cannot be compiled; pass their \.whole\(\)"):

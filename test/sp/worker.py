@@ -59,11 +59,6 @@ def attention(i: int, *case: Any, **options: object) -> None:
     assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{spread.backward} in the backward"
 
 
-def layer_in_chunks(i: int, *case: Any) -> None:
-    """The same with layers that run in chunks around their attention."""
-    attention(i, *case, layer=True)
-
-
 def whole_layer(i: int, name: str, kind: str, arch: str, shape: dict, groups: int | str | None, repeats: bool) -> None:
     """The same with whole layers tiled and attention by groups of heads: the next group is sent before waiting for the
     last."""

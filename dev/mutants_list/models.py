@@ -91,7 +91,7 @@ MUTANTS = (
         "setattr(module, _LEAF, True)",
         "pass",
         CHUNKED,
-        select="ten_steps and zero3",
+        select="steps_of_3 and zero3",
         dist=True,
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = (
         "each.hooks[each.key] = each.instead",
         "pass",
         CHUNKED,
-        select="ten_steps and (zero3-True or parts-True)",
+        select="steps_of_3 and (zero3-True or parts-True)",
         dist=True,
     ),
     Mutant(
@@ -109,7 +109,7 @@ MUTANTS = (
         "(module._backward_hooks, _nothing)",
         "({}, _nothing)",
         CHUNKED,
-        select="ten_steps and zero3-True",
+        select="steps_of_3 and zero3-True",
         dist=True,
     ),
     Mutant(
@@ -118,7 +118,7 @@ MUTANTS = (
         "if logits.hidden is root.hidden else",
         "if False else",
         CHUNKED,
-        select="ten_steps and ahead",
+        select="steps_of_3 and ahead",
         dist=True,
     ),
     Mutant(
@@ -127,7 +127,7 @@ MUTANTS = (
         "del hooks[key]",
         "pass",
         CHUNKED,
-        select="ten_steps and zero3-True",
+        select="steps_of_3 and zero3-True",
         dist=True,
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = (
         "if each is not module and _of_a_leaf(each)",
         "if False",
         CHUNKED,
-        select="ten_steps and zero3-True",
+        select="steps_of_3 and zero3-True",
         dist=True,
     ),
     Mutant(

@@ -5,6 +5,7 @@ from functools import partial
 from mutants_list.mutant import Mutant
 
 Shared = partial(Mutant, tests=("sp/test_prefixes.py",))
+Attention = partial(Mutant, tests=("sp/test_documents.py",))
 
 MUTANTS = (
     Shared(
@@ -26,23 +27,23 @@ MUTANTS = (
         "_compared",
         "has_hole = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()",
         "has_hole = (tokens < 0).any()",
-        select="what_is_told",
+        select="why_there",
     ),
-    Shared(
+    Attention(
         "prefixes: a query sees its parent's keys and no others before",
         "family",
         "(*before[parent], documents[parent])",
         "(documents[parent],)",
         select="dense_mask",
     ),
-    Shared(
+    Attention(
         "prefixes: a window that is one too short",
         "_seen",
         "keys[-1][1] - q0 + reach - 1, []",
         "keys[-1][1] - q0 + reach - 2, []",
         select="dense_mask or attention",
     ),
-    Shared(
+    Attention(
         "prefixes: causality from the first key",
         "Block.mask",
         "first = len(keys) - (self.keys[-1][1] - self.q0) if self.keys else 0",

@@ -164,7 +164,7 @@ MUTANTS = (
         "ShardingHooks.forget_layout",
         "        self.layout = None\n",
         "        pass\n",
-        select="batches",
+        select="after_a_failure",
     ),
     OverRanks(
         "exchange: a dtype that cannot come back is refused in the backward alone",

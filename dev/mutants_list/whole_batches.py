@@ -68,7 +68,7 @@ MUTANTS = (
         "WholeBatches._cut",
         "self.sp_group.size, self.batch_hash)[0]",
         "self.sp_group.size)[0]",
-        select="refused",
+        select="not_dealt",
     ),
     Mutant(
         "whole: positions that a model keeps to itself are lost",
@@ -104,7 +104,7 @@ MUTANTS = (
         "DealtImages.__call__",
         "self.batches.compare_batch()",
         "pass",
-        select="images",
+        select="not_dealt",
     ),
     OverRanks(
         "spans: tokens of an image see each other one way",
@@ -147,7 +147,7 @@ MUTANTS = (
         "if seen != ranks:",
         "if seen > ranks:",
         ("sp/test_whole_batches.py",),
-        select="sees",
+        select="unseen",
         dist=True,
     ),
 )

@@ -18,11 +18,8 @@ LIGER = ("none", "class", "model", "again")
 FAMILIES = ("gpt_oss", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "seed_oss")
 FAMILIES += ("qwen3_5_text", "gemma4_text", "gemma4_unified_text", "qwen3_vl", "ministral3", "olmo3")
 """Model types without an entry in the table."""
-VARIANTS = {
-    "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_projection", "fsdp2_keep", "fsdp2_mixed"),
-    "zero": ("zero2_offload",),
-    "zero3": ("zero3_leaf", "zero3_offload", "zero3_evaluated"),
-}
+VARIANTS = ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_projection", "fsdp2_keep", "fsdp2_mixed", "zero2_offload")
+VARIANTS += ("zero3_leaf", "zero3_offload", "zero3_evaluated")
 
 
 class Case(NamedTuple):
@@ -42,16 +39,14 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return "-".join(self)
 
-    @property
-    def tree(self) -> str:
-        """The pool of processes that runs the case and others.
 
-        ZeRO-3 has its own pool: it permanently replaces torch.nn.functional.linear, and thereby the order in which
-        gradients of a weight and its bias arrive, which ZeRO-2's buckets follow. Liger's kernels need Triton's
-        interpreter.
-        """
-        family = "zero3" if "zero3" in self.strategy else "zero" if "zero" in self.strategy else "torch"
-        return family if self.liger == "none" else f"{family}_liger"
+def pool_of(strategy: str, count: int = 2) -> int | tuple[int, str]:
+    """Returns the pool of ranks that runs a data parallelism, see pool.py.
+
+    ZeRO-3 has its own: it permanently replaces torch.nn.functional.linear, and thereby the order in which gradients of
+    a weight and its bias arrive, which ZeRO-2's buckets follow.
+    """
+    return (count, "zero3" if "zero3" in strategy else "zero") if "zero" in strategy else count
 
 
 def excluded(a: str, b: str) -> str | None:
@@ -73,8 +68,7 @@ def matrix() -> list[Case]:
 
 
 def variants() -> list[Case]:
-    names = [name for names in VARIANTS.values() for name in names]
-    found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
+    found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(VARIANTS)]
     found.append(Case("llama", "zero3_attentions", "full", "plain", "none", "segments"))
     found.append(Case("llama", "fsdp2_mlp", "full", "ckpt", "none", "groups"))
     return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
@@ -97,23 +91,22 @@ def families() -> list[Case]:
     return found + [Case(name, "zero3", "full", "plain", "none", "segments") for name in FAMILIES]
 
 
-RARE = ("fsdp2_keep", "fsdp2_mixed", "fsdp2_projection", "zero2_offload", "zero3_offload")
+RARE = ("fsdp2_group", "fsdp2_keep", "fsdp2_mixed", "fsdp2_projection", "zero2_offload", "zero3_leaf", "zero3_offload")
 """Variants of a parallelism that do not run every day."""
 
 
 def cases() -> Iterator[tuple[Case, bool]]:
     """Yields all cases, and whether each runs every day. Of the matrix without Liger the fewest cases with every
-    parallelism, and each of DDP, FSDP2 and ZeRO with every adapter and checkpointing; each order of Liger once, in
-    Triton's interpreter. Of whole layers one way per parallelism; of the families one case under each parallelism."""
+    parallelism (ZeRO-3 is among the variants), adapter and checkpointing; in Triton's interpreter Liger on the classes,
+    and in both orders on the model. Of whole layers one way per parallelism but ZeRO-1; of the families one case under
+    each parallelism."""
     found = sorted(matrix(), key=lambda case: case.liger != "none")
     plain = [case for case in found if case.liger == "none"]
-    every_day = covering(
-        [{case.strategy, (case.tree, case.adapter), (case.tree, case.checkpointing)} for case in plain]
-    )
-    with_liger = covering([{case.liger} - {"none"} for case in found])
+    every_day = covering([{case.strategy, case.adapter, case.checkpointing} - {"zero3"} for case in plain])
+    with_liger = covering([{case.liger} & {"class", "again"} for case in found])
     yield from ((case, i in every_day or i in with_liger) for i, case in enumerate(found))
     yield from ((case, case.strategy not in RARE) for case in variants())
-    yield from ((case, i % 4 in (0, 3)) for i, case in enumerate(layers()))
+    yield from ((case, i % 4 in (0, 3) and case.strategy != "zero1") for i, case in enumerate(layers()))
     yield from ((case, i % 18 == 0) for i, case in enumerate(families()))
 
 

@@ -132,11 +132,6 @@ NOT_UNTILED = {
 """Models that cannot be trained without seqtile either, and their errors."""
 
 
-def family(reducer: str) -> str:
-    """The kind of ranks, see pool.py."""
-    return "zero3" if "3" in reducer else "zero" if "2" in reducer and "FSDP" not in reducer else "torch"
-
-
 def trained(part: Part, reducer: str, reentrant: bool | None, tiled: bool) -> tuple[list[float], dict]:
     """Returns the losses of two steps, and the change of each parameter."""
     STRATEGIES.update(WRAPPED)
@@ -180,7 +175,7 @@ def compare(part: str, reducer: str, checkpoints: str) -> None:
         assert move.norm() > 0 and error <= 1e-4, f"the update of {name} is {error:.1e} off"
 
 
-def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
+def seven_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
     """A mixture with 3 chunks on one rank and 7 on the other has the untiled losses. It gathers no more bytes, and
     holds no more whole parameters at once."""
     STRATEGIES.update(WRAPPED)
@@ -196,7 +191,7 @@ def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
         note = partial(lambda whole, model, *_: whole.append(whole_parameters(model)), whole, model)
         for module in nn.ModuleList(layers_of(model)).modules():
             module.register_forward_pre_hook(note)
-        for step in range(10):
+        for step in range(7):
             torch.manual_seed(2 * step + rank)
             with Gathered() as bytes_:
                 loss = wrapped(**batch_of(1, (30, 70)[rank])).loss

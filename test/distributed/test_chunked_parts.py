@@ -7,17 +7,26 @@ from pathlib import Path
 import pytest
 
 from distributed import chunked
-from support.choice import every_value
+from distributed.cases import pool_of
 from support.pool import Pool
 
 CELLS = [
-    pytest.param((2, chunked.family(reducer)), part, reducer, checkpoints, id=f"{part}-{reducer}-{checkpoints}")
-    for reducer, part, checkpoints in product(chunked.REDUCERS, chunked.PARTS, chunked.CHECKPOINTS)
+    pytest.param(pool_of(strategy), part, reducer, checkpoints, id=f"{part}-{reducer}-{checkpoints}")
+    for (reducer, strategy), part, checkpoints in product(chunked.REDUCERS.items(), chunked.PARTS, chunked.CHECKPOINTS)
 ]
+EVERY_DAY = (
+    "mixture-DDP-none",
+    "mixture, whole layers-ZeRO-2-non-reentrant",
+    "LoRA with dropout, of the head too-ZeRO-3-reentrant",
+    "LoRA with dropout, whole layers-FSDP2-none",
+    "LoRA of experts-FSDP2, bfloat16-none",
+    "4-bit LoRA with dropout-FSDP2, sp-none",
+    "layer of another shape-DDP-none",
+)
 
 
 @pytest.mark.dist
-@pytest.mark.full("of a matrix of 189, 3 s each", but=every_value)
+@pytest.mark.full("of a matrix of 189, 3 s each", but=EVERY_DAY)
 @pytest.mark.parametrize(("pool", "part", "reducer", "checkpoints"), CELLS, indirect=["pool"])
 def test_trained_as_untiled(pool: Pool, part: str, reducer: str, checkpoints: str) -> None:
     pytest.importorskip("peft")
@@ -33,25 +42,23 @@ OF_FSDP2 = [
 
 
 OF_FSDP2 += [("mixture", "experts in bfloat16"), ("mixture, whole layers", "experts in bfloat16")]
+DAILY_OF_FSDP2 = (
+    "mixture, whole layers-parts-none-*",
+    "LoRA with dropout, whole layers-parts, kept-non-reentrant-*",
+    "mixture, whole layers-experts in bfloat16-reentrant-*",
+)
 
 
 @pytest.mark.dist
-@pytest.mark.full("3 s each", but=every_value)
-@pytest.mark.parametrize("pool", [(2, "torch")], indirect=True)
+@pytest.mark.full("3 s each", but=DAILY_OF_FSDP2)
+@pytest.mark.parametrize("pool", [2], indirect=True)
 @pytest.mark.parametrize("checkpoints", chunked.CHECKPOINTS)
 @pytest.mark.parametrize(("part", "way"), OF_FSDP2)
 def test_what_fsdp2_shards_inside_of_a_part(pool: Pool, part: str, way: str, checkpoints: str) -> None:
     pool.run(chunked.compare, part, way, checkpoints)
 
 
-STEPS = [
-    ("zero3", "zero3"),
-    ("zero3", "zero3, none ahead"),
-    ("torch", "fsdp2"),
-    ("torch", "parts"),
-    ("torch", "parts, kept"),
-]
-STEPS = [((2, kind), strategy) for kind, strategy in STEPS]
+STEPS = [(pool_of(name), name) for name in ("zero3", "zero3, none ahead", "fsdp2", "parts", "parts, kept")]
 
 
 @pytest.mark.dist
@@ -59,12 +66,12 @@ STEPS = [((2, kind), strategy) for kind, strategy in STEPS]
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("pool", "strategy"), STEPS, indirect=["pool"])
-def test_ten_steps_of_3_and_7_chunks(pool: Pool, strategy: str, layer: bool, reentrant: bool | None) -> None:
-    pool.run(chunked.ten_steps, strategy, layer, reentrant)
+def test_steps_of_3_and_7_chunks(pool: Pool, strategy: str, layer: bool, reentrant: bool | None) -> None:
+    pool.run(chunked.seven_steps, strategy, layer, reentrant)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("pool", [(2, "torch")], indirect=True)
+@pytest.mark.parametrize("pool", [2], indirect=True)
 def test_experts_without_tokens_under_ddp(pool: Pool) -> None:
     pool.run(chunked.without_tokens)
 

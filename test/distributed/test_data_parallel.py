@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.cases import Case, cases, table
+from distributed.cases import Case, cases, pool_of, table
 from distributed.worker import run
 from seqtile.arch import ARCHS
 from support.pool import Pool
@@ -13,13 +13,14 @@ from support.tiny import interpreted
 
 FULL = pytest.mark.full("of a matrix, of which every day has each parallelism, with few of the rest")
 CASES = [
-    pytest.param((2, case.tree), case, marks=() if every_day else FULL, id=str(case)) for case, every_day in cases()
+    pytest.param(pool_of(case.strategy), case, marks=() if every_day else FULL, id=str(case))
+    for case, every_day in cases()
 ]
 
 
 @pytest.mark.dist
 @pytest.mark.in_interpreter(
-    "three of the matrix, with Liger", only=[str(c) for c, daily in cases() if daily and c.liger != "none"]
+    "two of the matrix, with Liger", only=[str(c) for c, daily in cases() if daily and c.liger != "none"]
 )
 @pytest.mark.parametrize(("pool", "case"), CASES, indirect=["pool"])
 def test_same_training_as_untiled(pool: Pool, case: Case) -> None:

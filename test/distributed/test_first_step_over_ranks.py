@@ -2,6 +2,7 @@
 
 import pytest
 
+from distributed.cases import pool_of
 from distributed.first_step import CASES, EVERY_DAY, TOGETHER, compared, held, stopped
 from support.pool import Pool
 
@@ -9,7 +10,7 @@ pytestmark = pytest.mark.dist
 
 
 def on_two_ranks(*names: str) -> pytest.MarkDecorator:
-    params = [pytest.param((2, name.split()[0] if "zero" in name else "torch"), name, id=name) for name in names]
+    params = [pytest.param(pool_of(name), name, id=name) for name in names]
     return pytest.mark.parametrize(("pool", "name"), params, indirect=["pool"])
 
 

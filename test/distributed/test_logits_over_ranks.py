@@ -3,21 +3,13 @@
 import pytest
 
 from distributed import logits
+from distributed.cases import pool_of
 from support.pool import Pool
 
 STRATEGIES = ("ddp", "ddp_unused", "fsdp2", "fsdp2_head", "fsdp2_group", "zero1", "zero2", "zero3")
-REFUSED = (
-    "fsdp2_head",
-    "fsdp2_group",
-    "zero3",
-)  # with an adapter: a head that runs in chunks would be gathered for each
-CASES = [(each, of, adapter) for each in STRATEGIES for of in logits.OF for adapter in (False, each not in REFUSED)]
+SHARDED = ("fsdp2_group", "fsdp2_head", "zero3")  # heads that with an adapter, in chunks, would be gathered for each
+CASES = [(each, of, adapter) for each in STRATEGIES for of in logits.OF for adapter in (False, each not in SHARDED)]
 EVERY_DAY = ("ddp_unused-alone-True", "fsdp2_head-alone-False", "zero2-not trained on-False", "zero3-beside-False")
-SHARDED = ("fsdp2_group", "fsdp2_head", "zero3")
-
-
-def pool_of(strategy: str) -> tuple[int, str]:
-    return 2, "zero3" if strategy == "zero3" else "zero" if "zero" in strategy else "torch"
 
 
 each_sharded = pytest.mark.parametrize(

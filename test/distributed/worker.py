@@ -92,8 +92,7 @@ def zero(stage: int, leaf: bool = False, accumulate: int = 1, **sharding: object
         import deepspeed
 
         if leaf:
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            deepspeed.utils.set_z3_leaf_modules(model, [type(base.model.layers[0].mlp)])
+            deepspeed.utils.set_z3_leaf_modules(model, [type(base_of(model).model.layers[0].mlp)])
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulate,
@@ -185,11 +184,7 @@ def made(case: Case) -> nn.Module:
 
 
 def of_a_family(model_type: str) -> nn.Module:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small models are slower on many threads
-    model = small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())
-    torch.set_num_threads(threads)
-    return halved(model).train()
+    return halved(small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())).train()
 
 
 def base_of(model: nn.Module) -> nn.Module:

@@ -43,16 +43,11 @@ def reducer_cases(family: str) -> Iterator[tuple[str, str, dict, bool]]:
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
     for strategy, options in found:
-        yield "llama", strategy, options, strategy == "zero3" or (strategy == "fsdp2" and not options)
+        yield "llama", strategy, options, strategy == ("zero3" if options else "fsdp2")
     for model, every_day in (("qwen3_5", "ddp"), ("gpt_oss", "")):
         for strategy in REDUCERS[family]:
             if strategy not in ("zero0", "zero3_all_reduce"):
                 yield model, strategy, {}, strategy == every_day
-
-
-QWEN2_VL = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-QWEN2_VL |= dict(num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0)
-QWEN2_VL["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 2])
 
 
 def attention_cases() -> list[tuple[str, str, str, dict]]:
@@ -88,14 +83,15 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
-    """Returns which cases run every day on this many ranks. On one rank a few; of the product of heads and kinds a
-    sixteenth on two ranks and half as many on four; of the others an eighth."""
+    """Returns which cases run every day on this many ranks. On one rank two; of the product of heads and kinds a
+    sixteenth on two ranks and half as many on four; of the others an eighth on two."""
     if count == 1:
-        return cases[:: 4 * len(HEADS) - 3]
+        return cases[:: 8 * len(HEADS) - 6]
     times = Counter(heads for heads, *_ in cases)
     periods = [len(KINDS) * count if times[heads] > 1 else 8 for heads, *_ in cases]
     found = [(i + i // len(KINDS)) % period == (count > 2) * 13 % period for i, period in enumerate(periods)]
-    return [case for case, is_run in zip(cases, found, strict=True) if is_run]
+    is_rare = [count > 2 and times[heads] == 1 for heads, *_ in cases]
+    return [case for case, is_run, rare in zip(cases, found, is_rare, strict=True) if is_run and not rare]
 
 
 def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:

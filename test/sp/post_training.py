@@ -1,8 +1,8 @@
-"""Losses of GRPO, DPO and distillation on packed documents over the ranks that share them, against one process."""
+"""DPO's loss on packed documents over the ranks that share them, against one process: each rank has a part of every sum
+of log-probabilities. Losses that are one sum over tokens are reduced as the model's own is."""
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,16 @@ import seqtile
 from seqtile import sp
 from seqtile.sp.data import parts_of
 from sp.over_ranks import assert_same_step, by_first_rank, context
+from sp.whole import by_one
 from support.tiny import VOCAB, build
 
-LENGTHS = (17, 30, 9, 41)  # alternately chosen and rejected, or four answers; none ends at a shard boundary
+LENGTHS = (17, 30, 9, 41)  # alternately chosen and rejected; none ends at a shard boundary
 PROMPT = 4
 Reduce = Callable[[Tensor], Tensor]
 
 
 def packed() -> dict[str, Tensor]:
-    """Four documents, each a prompt and a completion, in one row; for each token its document and an advantage."""
+    """Four documents, each a prompt and a completion, in one row; for each token its document."""
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
@@ -29,30 +30,13 @@ def packed() -> dict[str, Tensor]:
         "position_ids": positions,
         "labels": ids.masked_fill(positions < PROMPT, -100),
         "documents": documents,
-        "advantages": torch.randn(len(LENGTHS))[documents],
-        "old": torch.randn(ids.shape) * 0.1 - 5,
     }
 
 
-def hidden_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "batch_hash")}
-    return model.model(**inputs, use_cache=False).last_hidden_state
-
-
 def log_probs_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    head = model.lm_head.weight
-    return seqtile.linear_log_probs(hidden_of(model, batch), head, batch["shift_labels"], chunk_tokens=11)
-
-
-def grpo(model: nn.Module, reference: nn.Module, batch: dict[str, Tensor], reduce: Reduce) -> Tensor:
-    log_probs = log_probs_of(model, batch)
-    with torch.no_grad():
-        away = log_probs_of(reference, batch) - log_probs
-    ratio, advantages = (log_probs - batch["old"]).exp(), batch["advantages"]
-    clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    divergence = (away + log_probs.detach() - log_probs).exp() - (away + log_probs.detach() - log_probs) - 1
-    counts = batch["shift_labels"] != -100
-    return reduce(-((clipped - 0.1 * divergence) * counts).sum() / batch["num_items_in_batch"])
+    inputs, labels = {name: batch[name] for name in ("input_ids", "position_ids", "batch_hash")}, batch["shift_labels"]
+    hidden = model.model(**inputs, use_cache=False).last_hidden_state
+    return seqtile.linear_log_probs(hidden, model.lm_head.weight, labels, chunk_tokens=11)
 
 
 def dpo(model: nn.Module, reference: nn.Module, batch: dict[str, Tensor], reduce: Reduce) -> Tensor:
@@ -66,28 +50,16 @@ def dpo(model: nn.Module, reference: nn.Module, batch: dict[str, Tensor], reduce
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
-def distillation(model: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], reduce: Reduce) -> Tensor:
-    heads = [tensor for of in (model, teacher) for tensor in (hidden_of(of, batch), of.lm_head.weight)]
-    share = seqtile.linear_divergence(*heads, beta=0.5, mask=batch["shift_labels"] != -100, reduction="sum")
-    return reduce(share / batch["num_items_in_batch"])
-
-
-def by_one(loss_of: Callable[..., Tensor], model: nn.Module, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = loss_of(model, *arguments, lambda share: share)
-    loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def post_training(loss_of: Callable[..., Tensor]) -> None:
+def preferences() -> None:
     """The loss over packed documents, and every gradient, over ranks equal those of one process."""
     ctx, one, reference = context(), build("llama"), build("llama").requires_grad_(False)
     batch, many = packed(), copy.deepcopy(one)
     whole = parts_of(batch, [0], 1)[0]
-    expected = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None})
+    expected = by_first_rank(by_one, dpo, one, reference, whole | {"batch_hash": None}, lambda share: share)
     for model in (many, reference):
         sp.apply_ulysses(model, ctx)
     seqtile.apply_seqtile(many, chunk_tokens=11, loss=False)
-    ours = loss_of(many, reference, sp.shard(batch, ctx), lambda share: sp.reduce_loss(share, ctx))
+    ours = dpo(many, reference, sp.shard(batch, ctx), lambda share: sp.reduce_loss(share, ctx))
     ours.backward()
     assert any(gradient.norm() > 0 for gradient in expected[1].values())
     assert_same_step(ours, many, expected)

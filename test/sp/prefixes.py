@@ -1,7 +1,7 @@
 """Batches whose rows share prefixes, and a step of a model that computes prefixes once, against one that does not."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from seqtile.sp.prefixes import PrefixTree
 from sp import recurrences
 from sp.attentions import install
 from sp.over_ranks import Traffic, assert_same_gradients, by_first_rank, context
+from sp.whole import own_loss
 from support.assertions import relative_error
 from support.tiny import build, checkpointing, loss_and_gradients
 
@@ -42,15 +43,6 @@ def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, lef
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def padded_right(batch: Batch) -> Batch:
-    """The same rows with the padding on the left moved to the right."""
-    shifts = [int(mask.long().argmax()) for mask in batch["attention_mask"]]
-    return {
-        name: torch.stack([row.roll(-shift) for row, shift in zip(value, shifts, strict=True)])
-        for name, value in batch.items()
-    }
-
-
 def tokens_of(batch: Batch) -> set[tuple[int, ...]]:
     """Returns the trie of the rows: for each node the tokens up to it, and their start."""
     found = set()
@@ -61,17 +53,15 @@ def tokens_of(batch: Batch) -> set[tuple[int, ...]]:
     return found
 
 
-def path_mask(length: int, documents: Rows, parents: tuple[int | None, ...], window: int | None = None) -> Tensor:
+def path_mask(length: int, documents: Rows, parents: Sequence[int | None] = (), window: int | None = None) -> Tensor:
     """[length, length], True where a query sees a key, from the definition: the keys on the query's path, in order."""
     seen = torch.zeros(length, length, dtype=torch.bool)
-    for i, (start, stop) in enumerate(documents):
-        before, at = [], parents[i]
-        while at is not None:
-            before = [*range(*documents[at]), *before]
-            at = parents[at]
-        for query in range(start, stop):
-            path = [*before, *range(start, query + 1)]
-            seen[query, path if window is None else path[-window:]] = True
+    paths: list[list[int]] = []
+    for (start, stop), parent in zip(documents, parents or [None] * len(documents), strict=True):
+        paths.append([*(() if parent is None else paths[parent]), *range(start, stop)])
+        places = torch.arange(len(paths[-1]))
+        distance = places[start - stop :, None] - places
+        seen[start:stop, paths[-1]] = (distance >= 0) & (distance < (window or length))
     return seen
 
 
@@ -153,12 +143,6 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
         assert torch.allclose(many(**batch).loss, expected[0], rtol=1e-5) and saved(many)[0] > 0
     seqtile.restore(many)
     assert SHARDED not in vars(many) and many.config._attn_implementation == asked
-
-
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss that reads logits."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
 
 
 def other_batches() -> None:

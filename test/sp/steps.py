@@ -134,9 +134,9 @@ def stepped(model: nn.Module, optimizer: object, losses: Iterator[torch.Tensor])
     return total.item() / dist.get_world_size()
 
 
-def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
-    """Between two steps, without changes: the group's batch on each of its ranks, its loss and its logits."""
-    batch = batch_of(1, 40 + 9 * ctx.data_parallel_rank)
+def evaluated(one: nn.Module, wrapped: nn.Module, length: int) -> None:
+    """Between two steps, without changes: the loss and the logits of a whole sequence."""
+    batch = batch_of(1, length)
     wrapped.eval()
     with torch.no_grad():
         theirs, ours = one.eval()(**batch), wrapped(**batch)
@@ -144,18 +144,6 @@ def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParalle
         assert relative_error(ours.logits[counts], theirs.logits[counts]) <= 1e-4
     assert relative_error(ours.loss, theirs.loss) <= 1e-5
     one.train(), wrapped.train()
-
-
-def evaluated_whole(one: nn.Module, many: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
-    """Between two steps: each rank evaluates its own whole sequence, as in README."""
-    batch = batch_of(1, 40 + 9 * dist.get_rank())
-    sp.restore(many)
-    wrapped.eval()
-    with torch.no_grad():
-        theirs, ours = one.eval()(**batch), wrapped(**batch)
-    assert relative_error(ours.logits, theirs.logits) <= 1e-4 and relative_error(ours.loss, theirs.loss) <= 1e-5
-    one.train(), wrapped.train()
-    sp.apply_ulysses(many, ctx)
 
 
 def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -> None:
@@ -182,8 +170,12 @@ def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows
     seqtile.apply_seqtile(many, chunk_tokens=20, **options)
     wrapped, optimizer = STRATEGIES[strategy](many)
     for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step starts with the first one's error
-        if step == 1:
-            evaluated_whole(one, many, wrapped, ctx) if batches == "cut" else evaluated_inside(one, wrapped, ctx)
+        if step == 1 and batches == "cut":  # each rank evaluates its own sequence, as in README
+            sp.restore(many)
+            evaluated(one, wrapped, 40 + 9 * dist.get_rank())
+            sp.apply_ulysses(many, ctx)
+        elif step == 1:
+            evaluated(one, wrapped, 40 + 9 * ctx.data_parallel_rank)
         theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step, rows)
         one.load_state_dict(updated)
         if batches == "cut":
@@ -229,13 +221,7 @@ def refusals() -> None:
     for function in (lambda model: sp.apply_ulysses(model, ctx), sp.restore):
         with pytest.raises(TypeError, match=r"a Hugging Face model, got a DistributedDataParallel; .*module"):
             function(nn.parallel.DistributedDataParallel(build("llama")))
-    for model_type, (fields, match) in NOT_SPREAD.items():
-        config = CONFIG_MAPPING[model_type](**fields)
-        other = OF_OTHER_CLASSES.get(model_type, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)](config)
-        before = other.config._attn_implementation
-        with pytest.raises(ValueError, match=match):
-            sp.apply_ulysses(other, ctx)
-        assert other.config._attn_implementation == before
+    refused_models(ctx)
     model.config._attn_implementation = "not_registered"
     with pytest.raises(ValueError, match=r"attention is 'not_registered', expected one of eager, .*sdpa"):
         sp.apply_ulysses(model, ctx)
@@ -292,9 +278,6 @@ def refusals() -> None:
     sp.apply_ulysses(qwen2_moe, ctx)
     with pytest.raises(ValueError, match="a window of 8 is not passed on to attention by this model"):
         qwen2_moe(input_ids=shard["input_ids"] % 50, position_ids=shard["position_ids"], use_cache=False)
-    prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match="puts tokens before a sequence"):
-        sp.apply_ulysses(prompted, ctx)
     refused_recurrences(ctx)
     copied = copy.deepcopy(model)
     assert copied(**shard).loss.equal(loss)
@@ -303,6 +286,20 @@ def refusals() -> None:
     assert copied(**batch).loss.isfinite(), "whole again"
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
+
+
+def refused_models(ctx: sp.SequenceParallel, match: str = "", **options: object) -> None:
+    """Models that mix tokens in other ways, by name or with the message `match`, and prompt tuning; nothing changes."""
+    for model_type, (fields, named) in NOT_SPREAD.items():
+        config = CONFIG_MAPPING[model_type](**fields)
+        other = OF_OTHER_CLASSES.get(model_type, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)](config)
+        before = other.config._attn_implementation
+        with pytest.raises(ValueError, match=match or named):
+            sp.apply_ulysses(other, ctx, **options)
+        assert other.config._attn_implementation == before
+    prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="puts tokens before a sequence"):
+        sp.apply_ulysses(prompted, ctx, **options)
 
 
 def refused_recurrences(ctx: sp.SequenceParallel) -> None:

@@ -1,11 +1,13 @@
-"""Blocks of queries with slices of keys and small masks, against one dense mask; no tensor of length x length."""
+"""Blocks of queries with slices of keys and small masks, against one dense mask; no tensor of length x length.
+Documents may continue others, as completions continue a prefix that rows share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,8 +16,9 @@ from seqtile.sp.all_to_all import RankHeads, Rows, rank_heads
 from seqtile.sp.backends import attend, block_mask, check
 from seqtile.sp.layout import documents_of, layout_of
 from seqtile.sp.segments import Block, blocks, segments_of
-from sp.attentions import INSTALLED, asked, install
-from support.choice import every_pair
+from sp.attentions import INSTALLED, asked, dense, install
+from sp.prefixes import path_mask
+from support.choice import every_pair, every_value
 from support.measure import LiveBytes
 
 
@@ -27,31 +30,42 @@ def attentions() -> Iterator[None]:
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> tuple[int, Rows]:
-    """A length and documents in it, with padding before, between and after them."""
-    lengths = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=5))
+def sequences(draw: st.DrawFn, continued: bool) -> tuple[int, Rows, tuple[int | None, ...]]:
+    """A length, documents with padding after them, and for each document the one before it that it continues. If none
+    does, (), and there is padding before and between documents too."""
+    parents: list[int | None] = []
+
+    def grow(parent: int | None, depth: int) -> None:
+        parents.append(parent)
+        own = len(parents) - 1
+        for _ in range(draw(st.integers(0, 3 if continued and depth < 2 else 0))):
+            grow(own, depth + 1)
+
+    for _ in range(draw(st.integers(1, 2 if continued else 5))):
+        grow(None, 0)
     found, at = [], 0
-    for gap, length in lengths:
-        found.append((at + gap, at + gap + length))
-        at = found[-1][1]
-    return at + draw(st.integers(0, 5)), tuple(found)
+    for _ in parents:
+        start = at + draw(st.integers(0, 0 if continued else 5))
+        at = start + draw(st.integers(1, 25 if continued else 40))
+        found.append((start, at))
+    return at + draw(st.integers(0, 5)), tuple(found), tuple(parents) if continued else ()
 
 
-def dense(length: int, documents: Rows, window: int | None) -> Tensor:
-    """[length, length]: True where a query sees a key."""
-    row = torch.full((length,), -1)
-    for i, (start, stop) in enumerate(documents):
-        row[start:stop] = i
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = (distance >= 0) & (row[:, None] == row) & (row >= 0)
-    return seen if window is None else seen & (distance < window)
+APART = (70, ((2, 30), (33, 66)), ())
+CONTINUED = (70, ((0, 20), (20, 40), (40, 50), (50, 66)), (None, 0, 1, 0))
+EITHER = st.one_of(sequences(False), sequences(True))
+WINDOWS = st.one_of(st.none(), st.integers(1, 50))
+ATTENTIONS = (*INSTALLED, "of booleans", "of addends")
 
 
-@given(sequences(), st.one_of(st.none(), st.integers(1, 50)), st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
+@example(APART, 20, 2, 60)
+@example(CONTINUED, None, 2, 60)
+@example(CONTINUED, 25, 1, 60)
+@given(EITHER, WINDOWS, st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
 def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: int, mask_elements: int) -> None:
-    length, found = sequence
+    length, found, parents = sequence
     reach = length if window is None else window
-    expected, seen = dense(length, found, window), torch.zeros(length, length, dtype=torch.bool)
+    seen = torch.zeros(length, length, dtype=torch.bool)
 
     def is_uncut(block: Block) -> bool:
         return block.is_square(reach)
@@ -59,39 +73,59 @@ def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            for block in blocks(segments_of(rank_heads(rank, size, 1, 1, length).rows, found, reach), reach, is_uncut):
+            rows = rank_heads(rank, size, 1, 1, length).rows
+            for block in blocks(segments_of(rows, found, reach, (), parents), reach, is_uncut):
                 keys = [key for start, stop in block.keys for key in range(start, stop)]
-                here = torch.ones(block.q1 - block.q0, len(keys), dtype=torch.bool).tril()
-                if not block.is_square(reach):
-                    here = block.mask(reach, torch.device("cpu"))
+                here = block.mask(reach, torch.device("cpu"))
+                if block.is_square(reach):
+                    assert here.equal(torch.ones_like(here).tril())
+                else:
                     assert here.numel() <= max(mask_elements, length) or window is not None
                 assert not seen[block.q0 : block.q1].any(), "a query stands in two blocks"
                 seen[block.q0 : block.q1, keys] = here
-    assert seen.equal(expected)
+    assert seen.equal(path_mask(length, found, parents, window))
 
 
+def with_each_attention(test: Callable) -> Callable:
+    """Adds an example of each attention with either kind of sequence."""
+    for i, (name, sequence) in enumerate(product(ATTENTIONS, (APART, CONTINUED))):
+        test = example(sequence, (None, 25)[i % 3 // 2], 2, ((4, 2), (3, 2))[i // 2 % 2], name, True, 60)(test)
+    return test
+
+
+@with_each_attention
 @given(
-    sequences(),
-    st.one_of(st.none(), st.integers(1, 50)),
+    EITHER,
+    WINDOWS,
     st.integers(1, 3),
     st.sampled_from([(1, 1), (3, 3), (4, 2), (3, 2)]),
-    st.sampled_from([*INSTALLED, "of booleans", "of addends"]),
+    st.sampled_from(ATTENTIONS),
+    st.booleans(),
     st.sampled_from([60, 2**24]),
 )
 def test_attention(
-    sequence: tuple, window: int | None, size: int, heads: tuple[int, int], implementation: str, mask_elements: int
+    sequence: tuple,
+    window: int | None,
+    size: int,
+    heads: tuple[int, int],
+    implementation: str,
+    sinks: bool,
+    mask_elements: int,
 ) -> None:
-    """Outputs and gradients of every rank's rows, for two sequences in a batch with different documents."""
-    length, found = sequence
-    rows_of_batch = (found, ((0, length),))
+    """Outputs and gradients of every rank's rows, for two sequences in a batch with different documents, or for one
+    whose documents continue others; with sinks if the attention supports them."""
+    length, found, parents = sequence
+    rows_of_batch = (found,) if parents else (found, ((0, length),))
     q_heads, kv_heads = heads
     kv_of_q = tuple(i * kv_heads // q_heads for i in range(q_heads))
-    q = torch.randn(2, q_heads, length, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, kv_heads, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = torch.stack([dense(length, row, window) for row in rows_of_batch])[:, None]
+    batch, wide = len(rows_of_batch), {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(batch, q_heads, length, 8, **wide)
+    k, v = (torch.randn(batch, kv_heads, length, 8, **wide) for _ in range(2))
+    options = {"s_aux": torch.randn(q_heads, **wide)} if sinks and implementation == "flash_attention_3" else {}
+    mask = torch.stack([path_mask(length, row, parents, window) for row in rows_of_batch])[:, None]
+    padding = ~mask.any(-1, keepdim=True)
     each = (x[:, list(kv_of_q)] for x in (k, v))
-    truth = torch.nn.functional.scaled_dot_product_attention(q, *each, attn_mask=mask, scale=0.3)
-    truth = torch.where(mask.any(-1, keepdim=True), truth, 0.0).transpose(1, 2)
+    truth = dense(q, *each, mask | padding, 0.3, options.get("s_aux")).masked_fill(padding, 0).transpose(1, 2)
     out = torch.full_like(truth, torch.nan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
@@ -99,15 +133,15 @@ def test_attention(
             rows = rank_heads(rank, size, 1, 1, length).rows
             share = RankHeads(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
             index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
-            asking = asked(implementation, rows_of_batch, length, share, window, scaling=0.3, dropout=0.0)
+            asking = asked(implementation, rows_of_batch, length, share, window, scaling=0.3, dropout=0.0, **options)
+            asking.layout.parents = parents
             if len(index):
                 out = out.index_copy(1, index, attend(asking, q[:, :, index], k, v))
-    upstream = torch.randn_like(truth)
-    ours, theirs = (torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True) for y in (out, truth))
+    upstream, inputs = torch.randn_like(truth), (q, k, v, *options.values())
+    ours, theirs = (torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (out, truth))
     for a, b in zip((out, *ours), (truth, *theirs), strict=True):
         tolerance = 1e-6 if implementation in ("eager", "flex_attention") else 1e-12  # their softmax is in float32
-        expected = b.nan_to_num().detach()
-        assert (a.detach() - expected).norm() <= tolerance * max(1, expected.norm())  # one token's scores: no gradient
+        assert (a - b).detach().norm() <= tolerance * max(1, b.detach().norm())  # one token's scores: no gradient
 
 
 def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
@@ -177,6 +211,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(
     assert 0 < memory.peak <= 2**25 < length**2
 
 
+@pytest.mark.full("of 6 cases", but=every_value)
 @pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_block_mask(rank: int, window: int | None) -> None:
@@ -188,7 +223,7 @@ def test_a_block_mask(rank: int, window: int | None) -> None:
         made = block_mask(asked("flex_attention", (documents,), length, share, window), 1, torch.device("cpu"))
     assert memory.largest <= 8 * (length + side)
     rows = torch.cat([torch.arange(first, last) for first, last in share.rows])
-    seen = dense(length, documents, window)[rows]
+    seen = path_mask(length, documents, (), window)[rows]
     blocks_of = torch.nn.functional.pad(seen, (0, -length % side, 0, -len(rows) % side))
     blocks_of = blocks_of.view(-(-len(rows) // side), side, -(-length // side), side).transpose(1, 2)
     full, listed = (torch.zeros(blocks_of.shape[:2], dtype=torch.bool) for _ in range(2))

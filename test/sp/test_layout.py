@@ -1,6 +1,5 @@
 """Values computed once per forward, however many layers there are, and how often the host waits; groups of ranks."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,26 +12,11 @@ from seqtile import sp
 from seqtile.sp import all_to_all, attention, backends, segments
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.layout import Layout, documents_of
-from seqtile.sp.recurrence import Recurrence, is_known
 from sp import recurrences
 from sp.cases import batch_of_kind
+from sp.on_device import OnDevice
 from sp.over_ranks import alone
 from support.tiny import build, checkpointing
-
-WAITS = ("cpu", "tolist", "item", "nonzero", "__bool__", "__int__", "__index__", "__float__")
-
-
-class OnDevice(torch.Tensor):
-    """Counts operations that would wait for a device; `cpu` moves it to the host, where nothing waits."""
-
-    waits = 0
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found = super().__torch_function__(function, types, args, kwargs)
-        if function in [getattr(torch.Tensor, name) for name in WAITS]:
-            OnDevice.waits += 1
-        return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
 
 
 def test_without_torch_distributed() -> None:
@@ -62,17 +46,6 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = UlyssesAttention(SimpleNamespace(), layout, None, {}, 8, 8)
     assert [steps.agree_on_max(size) for size in (3, 0)] == [9, 9]
     assert calls == [(dist.ReduceOp.MAX, "ranks")]
-
-
-def test_more_ranks_than_channels() -> None:
-    """Ranks that compute the same channels would each add the full gradient of their weights."""
-    layer = recurrences.build("lfm2").model.layers[0].conv
-    if "kwargs" not in inspect.signature(type(layer).forward).parameters:  # transformers 5.16
-        assert not is_known(layer)
-        return
-    layout = Layout(SimpleNamespace(rank=0, size=49, group=None), 2, (((0, 98),),), "sdpa")
-    with pytest.raises(ValueError, match="Lfm2ShortConv has 48 heads, expected at least one for each of 49 ranks"):
-        Recurrence(layer)(torch.randn(1, 2, 48), ulysses_layout=layout)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
 
+from distributed.cases import pool_of
 from sp import loading, misuse, mixed_precision, post_training, recurrences, steps, trainer, worker
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
 from support.choice import every_value
@@ -34,10 +35,14 @@ def test_attention(pool: Pool, i: int, case: tuple) -> None:
     pool.run(worker.attention, i, *case)
 
 
+DAILY_CHUNKS = ("2-eager, soft cap-plain", "4-three 3/3-packed, window", "2-phi3-packed")
+
+
+@pytest.mark.full("attention is as in the cases above", but=DAILY_CHUNKS)
 @each_on_ranks([case for case in attention_cases() if case[2] in ("gemma2", "gemma3_text", "phi3")])
 def test_layers_in_chunks(pool: Pool, i: int, case: tuple) -> None:
     """Layers that run in chunks around their attention."""
-    pool.run(worker.layer_in_chunks, i, *case)
+    pool.run(partial(worker.attention, layer=True), i, *case)
 
 
 @each_on_ranks(layer_cases())
@@ -45,18 +50,12 @@ def test_whole_layers(pool: Pool, i: int, case: tuple) -> None:
     pool.run(worker.whole_layer, i, *case)
 
 
-@pytest.mark.full("ranks are counted by the cases above", but=("2",))
-@pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
-def test_positions_of_three_axes(pool: Pool) -> None:
-    pool.run(worker.axes)
-
-
 def reducers() -> Iterator:
     for family in REDUCERS:
         for name, strategy, options, every_day in reducer_cases(family):
             marks = () if every_day else pytest.mark.full("4 s each; every day one reducer of each model")
             identity = "-".join([name, strategy, *(f"{key} {value}" for key, value in options.items())])
-            yield pytest.param((4, family), (name, strategy, options), marks=marks, id=identity)
+            yield pytest.param(pool_of(strategy, 4), (name, strategy, options), marks=marks, id=identity)
 
 
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
@@ -65,19 +64,12 @@ def test_reducers(pool: Pool, case: tuple) -> None:
     pool.run(steps.reducers, *case)
 
 
-@pytest.mark.full("each way of tiling with each of checkpointing", but=("0-*", "4-*", "8-*", "10-*", "12-*", "13-*"))
+@pytest.mark.full("each way of tiling with each of checkpointing", but=("4-*", "10-*", "12-*", "13-*"))
 @OF_TWO
 @pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
 def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
     """FSDP2 that casts parameters and, by default, the arguments of every layer."""
     pool.run(mixed_precision.mixed_precision, i, *case)
-
-
-@OF_TWO
-@pytest.mark.parametrize("loss", [post_training.grpo, post_training.dpo, post_training.distillation])
-def test_post_training(pool: Pool, loss: Callable) -> None:
-    """Losses of policy gradients, preferences and distillation over documents packed in one row."""
-    pool.run(post_training.post_training, loss)
 
 
 def families() -> Iterator:
@@ -95,6 +87,7 @@ def test_families(pool: Pool, case: recurrences.Case) -> None:
     pool.run(recurrences.compared, case)
 
 
+@pytest.mark.full("1 s each", but=("qwen3_5-*", "deepseek_v3-*"))
 @OF_TWO
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "gpt_oss", "deepseek_v3"])
 def test_families_with_whole_layers(pool: Pool, family: str) -> None:
@@ -107,11 +100,6 @@ def test_families_with_whole_layers(pool: Pool, family: str) -> None:
 @pytest.mark.parametrize("attention", ["flash_attention_3", "flex_attention"])
 def test_sinks(pool: Pool, attention: str, kind: str) -> None:
     pool.run(recurrences.with_sinks, attention, kind)
-
-
-@OF_TWO
-def test_families_in_bfloat16(pool: Pool) -> None:
-    pool.run(recurrences.halves)
 
 
 @pytest.mark.full("10 to 30 s each", but=("qwen3_5-*", "lfm2-*"))
@@ -134,13 +122,7 @@ def test_balance(pool: Pool, arch: str, shape: dict, tiled: bool, kind: str, bat
 @OF_TWO
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_kernels(pool: Pool, family: str) -> None:
-    pool.run(recurrences.kernels, family, leaves_traces=True)
-
-
-@OF_TWO
-def test_refusals(pool: Pool) -> None:
-    """Each on every rank, with nothing changed, and without a rank that waits for another."""
-    pool.run(steps.refusals)
+    pool.run(recurrences.kernels, family)
 
 
 @OF_TWO
@@ -150,9 +132,13 @@ def test_batches_that_are_not_the_shards_of_one(pool: Pool, name: str) -> None:
     pool.run(misuse.mixed_up, name)
 
 
+SINGLE = (worker.axes, post_training.preferences, recurrences.halves, steps.refusals)
+SINGLE += (misuse.by_hand, misuse.after_a_failure, misuse.reduced_twice)
+
+
 @OF_TWO
-@pytest.mark.parametrize("case", [misuse.by_hand, misuse.after_a_failure, misuse.reduced_twice])
-def test_batches_and_losses(pool: Pool, case: Callable[[], None]) -> None:
+@pytest.mark.parametrize("case", SINGLE)
+def test_single_cases(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
 
 

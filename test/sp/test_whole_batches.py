@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from distributed.cases import pool_of
 from sp import images, mixed_precision, prefixes, recurrences, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
@@ -13,10 +14,10 @@ from support.choice import every_value
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-OF_FOUR_RANKS = [f"4-{name}*-packed, window" for name in ("few", "flex", "gqa")]
+EVERY_DAY = ("1-gqa*-plain", "2-gqa 4/2-pa*, window", "4-few*-packed, window", "4-flex*-packed, window")
 
 
-@pytest.mark.full("below the cut all is as in test_attention", but=("2-gqa 4/2-p*", *OF_FOUR_RANKS, "1-gqa*-plain"))
+@pytest.mark.full("below the cut all is as in test_attention", but=EVERY_DAY)
 @each_on_ranks(attention_cases())
 def test_steps(pool: Pool, i: int, case: tuple) -> None:
     """Loss and gradients for every kind of heads and of sequence; the number of collectives."""
@@ -39,7 +40,7 @@ def test_batches(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
 
 
-@pytest.mark.full("each way of tiling with each of checkpointing", but=("4-*", "12-*"))
+@pytest.mark.full("each way of tiling with each of checkpointing", but=("4-*",))
 @OF_TWO
 @pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
 def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
@@ -56,7 +57,7 @@ def test_families(pool: Pool, family: str, kind: str) -> None:
     pool.run(recurrences.compared, recurrences.Case(family, kind, None), None, {}, "whole")
 
 
-@pytest.mark.full("4 s each", but=("llama-zero2-layer*", "llama-zero3"))
+@pytest.mark.full("4 s each", but=("llama-zero3",))
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
 def test_reducers(pool: Pool, case: tuple) -> None:
     """Two groups of two ranks that accumulate batches with unequal numbers of labels, under every gradient reducer."""
@@ -110,29 +111,19 @@ def test_balance_with_images(pool: Pool) -> None:
 
 
 @OF_TWO
-def test_what_is_seldom_read_of_dealt_images(pool: Pool) -> None:
-    pool.run(images.seldom_read)
-
-
-@OF_TWO
 def test_steps_with_images_of_a_tiled_model(pool: Pool) -> None:
     """transformers hooks the vision tower in the first step; the second step is not compared again."""
     pool.run(images.compared, "internvl", {}, False)
 
 
-@OF_TWO
-def test_images_that_are_not_dealt(pool: Pool) -> None:
-    pool.run(images.not_dealt)
-
-
-IMAGE_REDUCERS = [("torch", "ddp"), ("torch", "fsdp2"), ("zero", "zero1"), ("zero", "zero2"), ("zero3", "zero3")]
+IMAGE_REDUCERS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 @pytest.mark.full("4 s each", but=("*fsdp2-frozen",))
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize(
     ("pool", "strategy"),
-    [pytest.param((4, family), strategy, id=strategy) for family, strategy in IMAGE_REDUCERS],
+    [pytest.param(pool_of(strategy, 4), strategy, id=strategy) for strategy in IMAGE_REDUCERS],
     indirect=["pool"],
 )
 def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
@@ -140,20 +131,14 @@ def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
     pool.run(images.reduced, "qwen2_5_vl", strategy, frozen)
 
 
-@OF_TWO
-def test_images_that_are_refused(pool: Pool) -> None:
-    pool.run(images.refused)
+SINGLE = (images.seldom_read, images.not_dealt, whole.refused)
+SINGLE += (prefixes.other_batches, trl_over_ranks.unseen)
 
 
 @OF_TWO
-def test_a_trainer_that_sees_one_of_two_ranks(pool: Pool) -> None:
-    """It would train wrong, because nothing averages gradients."""
-    pool.run(trl_over_ranks.unseen)
-
-
-@OF_TWO
-def test_refusals(pool: Pool) -> None:
-    pool.run(whole.refused)
+@pytest.mark.parametrize("case", SINGLE)
+def test_single_cases(pool: Pool, case: Callable[[], None]) -> None:
+    pool.run(case)
 
 
 @pytest.mark.full("of a product, each value every day", but=every_value)
@@ -166,16 +151,11 @@ def test_shared_prefixes(pool: Pool, options: dict | None, implementation: str |
     pool.run(prefixes.over_ranks, "llama", options, implementation, sp_first)
 
 
-@pytest.mark.full("the mechanism is one", but=("4-qwen3_next", "2-kimi_linear", "2-mamba2"))
+@pytest.mark.full("the mechanism is one", but=("4-qwen3_next", "2-mamba2"))
 @pytest.mark.parametrize("family", recurrences.FAMILIES)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 def test_shared_prefixes_of_families(pool: Pool, family: str) -> None:
     pool.run(prefixes.over_ranks, family, None, None, True)
-
-
-@OF_TWO
-def test_shared_prefixes_of_other_batches(pool: Pool) -> None:
-    pool.run(prefixes.other_batches)
 
 
 @pytest.mark.full("4 s each", but=("llama-fsdp2-whole",))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import trl
 from torch import nn
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from integrations.test_trl import CASES as TRL_CASES
 from integrations.test_trl import CLOCKS
@@ -21,15 +21,14 @@ from seqtile import apply_seqtile, sp
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.sp.trainer import _Groups
 from sp.over_ranks import context
-from sp.trainer import weights_of
+from sp.trainer import Recorded, weights_of
 from support import trl_trainers
 from support.tiny import gentle
 from support.training import with_lora
 
 STEPS = 3
 KINDS = ("plain", "adapter", "tiled")
-EVERY_DAY = [(2, "adapter", "dpo"), (4, "plain", "grpo")]
-EVERY_DAY += [(2, "tiled", name) for name in ("sft-packed", "distillation")]
+EVERY_DAY = ((4, "plain", "grpo"), (2, "tiled", "sft-packed"), (2, "tiled", "distillation"))
 CASES = TRL_CASES | {"dpo": (*TRL_CASES["dpo"][:2], {})}  # its other loss is a mean over a process's tokens
 Log = list[dict[str, float]]
 Run = tuple[Log, torch.Tensor, torch.Tensor]
@@ -52,14 +51,6 @@ class Answers:
 def answer(step: int, place: int) -> list[int]:
     generator = torch.Generator().manual_seed(100 * step + place)
     return torch.randint(3, 211, (4 + (step + place) % 5,), generator=generator).tolist()
-
-
-class Recorded(TrainerCallback):
-    def __init__(self) -> None:
-        self.weights: list[torch.Tensor] = []
-
-    def on_step_end(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
-        self.weights.append(weights_of(model))
 
 
 @contextmanager
@@ -131,6 +122,7 @@ def over_ranks(expected: Run, size: int, name: str, how: str) -> None:
 
 
 def unseen() -> None:
+    """A trainer that sees one of two ranks would train wrong, because nothing averages gradients."""
     accelerator = SimpleNamespace(num_processes=1)
     with pytest.raises(ValueError, match="the trainer sees 1 of 2 ranks, expected all, whose gradients it averages"):
         _Groups(context()).take(accelerator)

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import seqtile
 from seqtile import sp
 from seqtile.models.layer import groups_of
+from sp import images
 from sp.attentions import install
-from sp.cases import QWEN2_VL, WRAPPED, batch_of_kind
+from sp.cases import WRAPPED, batch_of_kind
 from sp.over_ranks import Traffic, assert_same_step, by_first_rank, context
 from support.tiny import build, checkpointing, loss_and_gradients
 
@@ -59,11 +59,6 @@ def attention(i: int, *case: Any, **options: object) -> None:
     assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{spread.backward} in the backward"
 
 
-def layer_in_chunks(i: int, *case: Any) -> None:
-    """The same with layers that run in chunks around their attention."""
-    attention(i, *case, layer=True)
-
-
 def whole_layer(i: int, name: str, kind: str, arch: str, shape: dict, groups: int | str | None, repeats: bool) -> None:
     """The same with whole layers tiled and attention by groups of heads: the next group is sent before waiting for the
     last."""
@@ -80,10 +75,8 @@ def whole_layer(i: int, name: str, kind: str, arch: str, shape: dict, groups: in
 
 def axes() -> None:
     """Multimodal positions [3, B, S]: an image of 16 tokens in the text, with its embeddings already merged."""
-    ctx = context()
-    one = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=QWEN2_VL, vision_config={"depth": 1})).train()
-    batch = batch_of_kind("plain")
-    embedded = 4 * torch.randn(1, batch.pop("input_ids").shape[1], QWEN2_VL["hidden_size"])
+    ctx, one, batch = context(), images.made("qwen2_5_vl")[0], batch_of_kind("plain")
+    embedded = 4 * torch.randn(1, batch.pop("input_ids").shape[1], one.config.text_config.hidden_size)
     positions = torch.arange(embedded.shape[1]).expand(3, 1, -1).clone()
     image = torch.arange(16)
     positions[:, 0, 40:56] = 40 + torch.stack([torch.zeros_like(image), image // 4, image % 4])

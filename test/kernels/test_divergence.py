@@ -83,9 +83,9 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_losses_alone(beta: float, device: str) -> None:
     """Without gradients the products do not change, and the losses are the same."""
-    products, _ = inputs(33, 1000, torch.float32, device)
+    products, _ = inputs(9, 1000, torch.float32, device)
     before = [part.clone() for part in products]
-    found = [poisoned(33, dtype=torch.float32, device=device) for _ in range(2)]
+    found = [poisoned(9, dtype=torch.float32, device=device) for _ in range(2)]
     divergence_(*products, found[0], beta, PLAIN)
     assert all(part.equal(old) for part, old in zip(products, before, strict=True))
     divergence_(*products, found[1], beta, PLAIN, write=(True, True))
@@ -93,7 +93,7 @@ def test_losses_alone(beta: float, device: str) -> None:
 
 
 def test_a_real_vocabulary(device: str) -> None:
-    products, _ = inputs(2, 128_256, torch.bfloat16, device)
+    products, _ = inputs(2, 49_152, torch.bfloat16, device)
     options = OPTIONS["mixed"]
     same, truth = (
         reference(parts, options, [None, None], None) for parts in (products, [p.double() for p in products])

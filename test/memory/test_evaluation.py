@@ -31,11 +31,12 @@ from memory.test_against_simulation import (
 )
 from seqtile import memory
 from seqtile.memory.features import FEATURES, with_features
+from support.choice import every_value
 from support.measure import eager_memory
 
 pytestmark = eager_memory
 TILED = [name for name in FEATURES if name not in ("nothing", "host", "Liger")]
-DAILY = {
+SHORT = {
     "untiled": llama(32 * K, tiles=()),
     "untiled, small vocabulary": layers(32 * K, tiles=()),
     "loss": layers(32 * K, tiles=("loss",)),
@@ -53,7 +54,7 @@ DAILY = {
     "head norms": Case("qwen3", 32 * K, SMALL, {}),
     "shared": sharing(8, 10 * K, 8 * K),
     "shared, layer": sharing(8, 10 * K, 8 * K, LAYER),
-    "shared, over GPUs": sharing(8, 18 * K, 16 * K, WHOLE, over(2)),
+    "shared, over GPUs": sharing(4, 9 * K, 8 * K, WHOLE, over(2)),
     "experts": Case("mixtral", 32 * K, SMALL | {"num_hidden_layers": 2}, {}),
 }
 OF_STEPS = {  # all but Liger's norm after tiled layers, which is not simulated, and norms that Liger lacks
@@ -73,13 +74,29 @@ def deviation(case: Case) -> float:
     return counted(planned) / peak - 1
 
 
-@pytest.mark.parametrize("case", DAILY.values(), ids=DAILY)
+@pytest.mark.full(
+    "half a second each; each part of a plan is in one of those of every day",
+    but=(
+        "untiled",
+        "loss",
+        "loss and MLP",
+        "layer",
+        "groups, short",
+        "Liger",
+        "LoRA",
+        "4 bits",
+        "autocast",
+        "over GPUs",
+    )
+    + ("shared, over GPUs", "experts"),
+)
+@pytest.mark.parametrize("case", SHORT.values(), ids=SHORT)
 def test_peak(case: Case) -> None:
     """Bytes allocated in addition to weights and optimizer."""
     assert abs(deviation(case)) <= 0.05
 
 
-@pytest.mark.full("half a second or more each; of every day are those above")
+@pytest.mark.full("half a second or more each; some of those above are of every day")
 @pytest.mark.parametrize("case", OF_STEPS.values(), ids=OF_STEPS)
 def test_peak_of_what_steps_are_simulated_of(case: Case) -> None:
     limit = LIMITS.get((case.arch, case.setup.get("autocast", False)), 0.07)
@@ -88,6 +105,7 @@ def test_peak_of_what_steps_are_simulated_of(case: Case) -> None:
     assert abs(deviation(case)) <= limit
 
 
+@pytest.mark.full("of 18 cases of 360 plans", but=every_value)
 @pytest.mark.parametrize("offloaded", [(), ("activations",), memory.OFFLOAD], ids=str)
 @pytest.mark.parametrize("name", TILED)
 def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...]) -> None:
@@ -106,18 +124,19 @@ def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...
                 assert "whole layers are not planned" in str(error) or "head_groups" in str(error)
 
 
+@pytest.mark.full("a second each", but=("loss and MLP", "layer"))
 @pytest.mark.parametrize("setup", [{}, LAYER, GROUPS], ids=["loss and MLP", "layer", "groups"])
 def test_only_hidden_states_grow_with_the_length(setup: dict) -> None:
     """No logits except one chunk, and no cache, although nobody disables it: each token adds at most 8 hidden states,
     whatever the number of layers."""
-    peaks = []
-    for count in (2, 4):
-        config = AutoConfig.for_model("llama", **LLAMA_8B | {"num_hidden_layers": count})
-        lengths = (16 * K, 32 * K)
-        peaks.append([simulate(config, memory.Setup(**setup), seq_len=n, evaluate=True).peak for n in lengths])
-    (short, long), deeper = peaks
-    assert long - short <= 16 * K * 8 * 4096 * 2
-    assert deeper == [short, long]
+
+    def peak(layers: int, tokens: int) -> int:
+        config = AutoConfig.for_model("llama", **LLAMA_8B | {"num_hidden_layers": layers})
+        return simulate(config, memory.Setup(**setup), seq_len=tokens, evaluate=True).peak
+
+    long = peak(2, 32 * K)
+    assert long - peak(2, 16 * K) <= 16 * K * 8 * 4096 * 2
+    assert peak(3, 32 * K) == long
 
 
 def test_what_is_on_the_gpu() -> None:

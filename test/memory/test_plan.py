@@ -1,6 +1,5 @@
 """Plans: they accept any configuration, are consistent, and refuse impossible setups."""
 
-import json
 import re
 from dataclasses import asdict, replace
 from functools import partial
@@ -225,7 +224,6 @@ def test_the_published_ladder() -> None:
     ("arguments", "message"),
     [
         ({"seq_len": 0}, "seq_len: expected a positive int, got 0"),
-        ({"seq_len": -5}, "seq_len: expected a positive int, got -5"),
         ({"seq_len": 1.5}, "seq_len: expected a positive int, got 1.5"),
         ({"batch_size": 0}, "batch_size: expected a positive int"),
         ({"shared_tokens": -1}, "shared_tokens: expected 0 or more tokens, got -1"),
@@ -241,7 +239,6 @@ def test_the_published_ladder() -> None:
             "head_groups: expected a number, since attention of shared tokens by groups",
         ),
         ({"gpus": 0}, "gpus: expected a positive int"),
-        ({"gpus": 2, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 2 GPUs, got 4"),
         ({"gpus": 6, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 6 GPUs, got 4"),
         ({"zero_stage": 4}, "zero_stage: expected 0, 1, 2 or 3, got 4"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, adamw_8bit, sgd, got 'lion'"),
@@ -249,7 +246,6 @@ def test_the_published_ladder() -> None:
         ({"tiles": "norm"}, "tiles: expected some of loss, mlp, layer, got 'norm'"),
         ({"offload": "optimiser"}, "offload: expected some of activations, optimizer, weights, got 'optimiser'"),
         ({"offload": [["optimizer"]]}, "offload: expected some of activations, optimizer, weights, got "),
-        ({"offload": ("gradients",)}, "offload: expected some of"),
         ({"keep_last": -1}, "keep_last: expected 0 or more layers"),
         ({"lora_rank": 0}, "lora_rank: expected a positive int"),
         ({"load_in_4bit": True}, "load_in_4bit: expected False, or a lora_rank besides"),
@@ -263,7 +259,6 @@ def test_the_published_ladder() -> None:
         ({"tiles": ("loss", "layer")}, "tiles: expected mlp too, since it is tiled with the layer"),
         ({"head_groups": 2}, "head_groups: expected None, since tiles has no layer, got 2"),
         ({"tiles": memory.TILES, "head_groups": 0}, 'head_groups: expected a positive int, "auto" or None, got 0'),
-        ({"tiles": memory.TILES, "head_groups": "all"}, "expected a positive int, \"auto\" or None, got 'all'"),
         ({"tiles": memory.TILES, "head_groups": True}, 'expected a positive int, "auto" or None, got True'),
         ({"tiles": memory.TILES, "head_groups": 3}, "head_groups: expected a divisor of the 8 kv heads, got 3"),
         (
@@ -361,13 +356,6 @@ def test_wrong_configs(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         memory.shape_of(tmp_path)
-
-
-def test_a_setup_can_be_changed() -> None:
-    setup = memory.Setup(gpus=8)
-    with pytest.raises(ValueError, match="expected a divisor"):
-        replace(setup, sequence_parallel=3)
-    assert json.dumps(memory.plan(LLAMA, seq_len=8).host) == "{}"
 
 
 def test_the_weights_of_4_bits() -> None:

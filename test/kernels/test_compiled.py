@@ -119,6 +119,7 @@ def turned(heads: int, backward: bool, of_angles: torch.dtype | None = None) -> 
 
 METRICS = ("lse", "entropy", "predicted")
 EVERYTHING = (*METRICS, "row_scale", "lse_scale", "entropy_scale", "bias", "class_weight")
+OPTIONS = {"temperature": 0.7, "logit_scale": 0.5, "softcap": 30.0}
 LAUNCHES: dict[str, Launch] = {
     "loss_llama": loss(128_256),
     "loss_qwen": loss(151_936),
@@ -131,23 +132,13 @@ LAUNCHES: dict[str, Launch] = {
     "loss_smoothed": loss(128_256, label_smoothing=0.1),
     "log_probs_backward": loss(128_256, "row_scale", "entropy_scale", temperature=0.7),
     "z_loss_by_hand": loss(128_256, "row_scale", "lse_scale"),
-    "loss_everything": loss(
-        128_256, *EVERYTHING, logit_scale=0.5, softcap=30.0, temperature=0.7, label_smoothing=0.1, z_loss=1e-4
-    ),
+    "loss_everything": loss(128_256, *EVERYTHING, **OPTIONS, label_smoothing=0.1, z_loss=1e-4),
     "divergence_forward": of_two_heads(0.0),
     "divergence_reverse": of_two_heads(1.0),
     "divergence_mixed": of_two_heads(0.5),
     "divergence_alone": of_two_heads(0.0, write=(False, False)),
     "divergence_everything": of_two_heads(
-        0.5,
-        "entropy",
-        "row_scale",
-        "student_bias",
-        "teacher_bias",
-        write=(True, True),
-        temperature=0.7,
-        logit_scale=0.5,
-        softcap=30.0,
+        0.5, "entropy", "row_scale", "student_bias", "teacher_bias", write=(True, True), **OPTIONS
     ),
     **{f"gated_{name}": forward(14_336, name) for name in ("silu", "gelu_tanh")},
     **{f"gated_backward_{name}": backward(14_336, name) for name in ("silu", "gelu_tanh")},

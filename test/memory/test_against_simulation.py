@@ -107,7 +107,8 @@ CASES: dict[str, list[Case]] = {
         llama(1024 * K, chunk_tokens=64 * K, liger=True),
         llama_daily(16 * K, chunk_tokens=16 * K, liger=True),
         llama(64 * K, **HOST, liger=True),
-        llama_daily(32 * K, **HOST, keep_last=2),
+        llama(64 * K, **HOST, keep_last=2),
+        daily("llama", 32 * K, SMOLLM2 | {"num_hidden_layers": 3, "vocab_size": 8192}, HOST | LIGER),
         llama(64 * K, **HOST, keep_last=0),
         llama_daily(32 * K, **HOST, keep_last=9, liger=True),
         llama(64 * K, **LORA),
@@ -145,7 +146,7 @@ CASES: dict[str, list[Case]] = {
         layers(40 * K, GROUPS, LORA),
         layers(32 * K, GROUPS, dtype="float32"),
         layers(6 * K, GROUPS, dtype="float32"),
-        daily("granite", 16 * K, TWO, LAYER),
+        daily("granite", 10 * K, TWO, LAYER),
         daily("llama", 6 * K, TWO, LAYER | {"head_groups": 2, "dtype": "float32"}),
         layers(64 * K, LAYER, HOST),
         layers(64 * K, GROUPS, HOST, keep_last=2),
@@ -200,8 +201,7 @@ CASES: dict[str, list[Case]] = {
         llama(8 * K, **ACCUMULATE, **AUTOCAST),
         layers(32 * K, ACCUMULATE, LAYER),
         layers(40 * K, ACCUMULATE, HOST, LIGER),
-        daily("llama", 8 * K, {"tie_word_embeddings": True, "num_hidden_layers": 2}, ACCUMULATE),
-        Case("gemma2", 20 * K, {}, ACCUMULATE),  # tied too
+        daily("gemma2", 20 * K, {"num_hidden_layers": 2}, ACCUMULATE),  # tied
         Case("gemma2", 80 * K, {}, ACCUMULATE | over(4)),
         Case("llama", 32 * K, SMOLLM2, ACCUMULATE),
         Case("mixtral", 20 * K, TWO, ACCUMULATE),

@@ -87,8 +87,9 @@ def deviation(case: Case) -> float:
         "4 bits",
         "autocast",
         "over GPUs",
-    )
-    + ("shared, over GPUs", "experts"),
+        "shared, over GPUs",
+        "experts",
+    ),
 )
 @pytest.mark.parametrize("case", SHORT.values(), ids=SHORT)
 def test_peak(case: Case) -> None:

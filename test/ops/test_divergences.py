@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqtile import linear_divergence, linear_topk_divergence
 from support.assertions import assert_all_as_exact, assert_each_as_exact, relative_error
 from support.choice import every_pair, every_value
-from support.head_reference import entropies_of, logits_of
+from support.head_reference import divergences_of, entropies_of, logits_of
 from support.measure import FlopCount, LiveBytes, eager_memory
 from support.tiny import interpreted
 
@@ -84,15 +84,7 @@ def of_heads(given: dict[str, Any]) -> list[torch.Tensor]:
         )
         for name in ("student", "teacher")
     ]
-    logp, logq = (x.log_softmax(1) for x in logits)
-    beta = given["beta"]
-    if beta in (0, 1):
-        a, b = (logq, logp) if beta == 0 else (logp, logq)
-        divergence = (a.exp() * (a - b)).sum(1)
-    else:
-        logm = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
-        divergence = beta * (logq.exp() * (logq - logm)).sum(1) + (1 - beta) * (logp.exp() * (logp - logm)).sum(1)
-    return [divergence, entropies_of(logits[0])]
+    return [divergences_of(*(x.log_softmax(1) for x in logits), given["beta"]), entropies_of(logits[0])]
 
 
 def of_top(given: dict[str, Any]) -> list[torch.Tensor]:

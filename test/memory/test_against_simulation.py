@@ -177,7 +177,7 @@ CASES: dict[str, list[Case]] = {
         for setup in (LAYER, GROUPS)
     ],
     "architectures_over_gpus": [
-        Case(arch, 40 * K, {}, HOST | over(4, liger=arch in ("gemma2", "phi3")), arch in ("gemma2", "qwen3_moe"))
+        Case(arch, 80 * K, {}, HOST | over(4, liger=arch in ("gemma2", "phi3")), arch in ("gemma2", "qwen3_moe"))
         for arch in OTHERS
     ],
     "adapters": [

@@ -36,24 +36,18 @@ from support.measure import eager_memory
 
 pytestmark = eager_memory
 TILED = [name for name in FEATURES if name not in ("nothing", "host", "Liger")]
-SHORT = {
+DAILY = {
     "untiled": llama(32 * K, tiles=()),
-    "untiled, small vocabulary": layers(32 * K, tiles=()),
     "loss": layers(32 * K, tiles=("loss",)),
     "loss and MLP": layers(32 * K),
-    "loss and MLP, whole vocabulary": llama(32 * K),
     "layer": layers(32 * K, LAYER),
     "layer, untiled loss": layers(32 * K, tiles=("mlp", "layer")),
-    "groups": layers(32 * K, GROUPS),
     "groups, short": layers(6 * K, GROUPS),
     "Liger": layers(32 * K, LIGER),
     "LoRA": layers(32 * K, LORA, HOST),
     "4 bits": layers(32 * K, QLORA),
     "autocast": layers(32 * K, AUTOCAST),
     "over GPUs": layers(256 * K, over(8)),
-    "head norms": Case("qwen3", 32 * K, SMALL, {}),
-    "shared": sharing(8, 10 * K, 8 * K),
-    "shared, layer": sharing(8, 10 * K, 8 * K, LAYER),
     "shared, over GPUs": sharing(4, 9 * K, 8 * K, WHOLE, over(2)),
     "experts": Case("mixtral", 32 * K, SMALL | {"num_hidden_layers": 2}, {}),
 }
@@ -74,30 +68,13 @@ def deviation(case: Case) -> float:
     return counted(planned) / peak - 1
 
 
-@pytest.mark.full(
-    "half a second each; each part of a plan is in one of those of every day",
-    but=(
-        "untiled",
-        "loss",
-        "loss and MLP",
-        "layer",
-        "groups, short",
-        "Liger",
-        "LoRA",
-        "4 bits",
-        "autocast",
-        "over GPUs",
-        "shared, over GPUs",
-        "experts",
-    ),
-)
-@pytest.mark.parametrize("case", SHORT.values(), ids=SHORT)
+@pytest.mark.parametrize("case", DAILY.values(), ids=DAILY)
 def test_peak(case: Case) -> None:
     """Bytes allocated in addition to weights and optimizer."""
     assert abs(deviation(case)) <= 0.05
 
 
-@pytest.mark.full("half a second or more each; some of those above are of every day")
+@pytest.mark.full("half a second or more each; of every day are those above")
 @pytest.mark.parametrize("case", OF_STEPS.values(), ids=OF_STEPS)
 def test_peak_of_what_steps_are_simulated_of(case: Case) -> None:
     limit = LIMITS.get((case.arch, case.setup.get("autocast", False)), 0.07)

@@ -57,6 +57,10 @@ class Compiled:
         said = self._tool("cuobjdump", "-res-usage")
         return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", said)}
 
+    @cached_property
+    def disassembled(self) -> str:
+        return self._tool("nvdisasm", "-c")
+
     @property
     def resident(self) -> int:
         """The number of blocks for which a multiprocessor has registers and threads."""
@@ -68,7 +72,7 @@ class Compiled:
         """The innermost loops, in order."""
         labels: dict[str, int] = {}
         instructions: list[str] = []
-        for line in self._tool("nvdisasm", "-c").splitlines():
+        for line in self.disassembled.splitlines():
             if label := re.match(r"(\.L_x_\w+):", line.strip()):
                 labels[label[1]] = len(instructions)
             elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
@@ -85,7 +89,7 @@ class Compiled:
     def widest_load(self) -> int:
         """Bytes that a thread reads from global memory in one instruction."""
         if "cubin" in self.asm:
-            return max(int(bits) for bits in re.findall(r"LDG\.E\.(\d+)", self._tool("nvdisasm", "-c"))) // 8
+            return max(int(bits) for bits in re.findall(r"LDG\.E\.(\d+)", self.disassembled)) // 8
         return 4 * max(int(n) for n in re.findall(r"(?:global|buffer)_load_dwordx(\d)", self.asm["amdgcn"]))
 
     @property

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from seqtile.kernels.dispatch import gated_activation_, gated_activation_backward_
 from support.assertions import assert_all_as_exact, assert_as_exact, poisoned
+from support.choice import every_pair
 
 SHAPES = [(63, 1000), (17, 1025), (5, 4097)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,6 +32,7 @@ def inputs(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[torc
     return slab, [slab[i, :, :width] for i in range(3)]
 
 
+@pytest.mark.in_interpreter("of 18 cases", only=every_pair)
 @pytest.mark.parametrize("activation", ACTIVATION)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)

@@ -3,6 +3,7 @@ import torch
 
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
 from support.assertions import assert_as_exact, poisoned
+from support.choice import every_pair
 
 # Rows that fill one block or several, with and without a power of two; heads inside a wider row, next to others.
 SHAPES = [(63, 1000), (5, 4097), (63, 3, 128), (17, 5, 80)]
@@ -71,6 +72,7 @@ PLACES = [  # shape, where the gradient is written, whether something is added t
 ]
 
 
+@pytest.mark.in_interpreter("of 42 cases", only=every_pair)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "place", "added"), PLACES, ids=str)
 def test_backward(shape: tuple[int, ...], place: str, added: bool, dtype: torch.dtype, device: str) -> None:

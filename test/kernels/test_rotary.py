@@ -3,6 +3,7 @@ import torch
 
 from seqtile.kernels.dispatch import rotary_
 from support.assertions import assert_as_exact, poisoned
+from support.choice import every_pair
 
 # Llama-8B's group of heads, and all of its heads; halves that are no power of two.
 SHAPES = [(63, 5, 128), (7, 40, 128), (63, 3, 80), (17, 1, 250)]
@@ -32,6 +33,7 @@ def inputs(
     return slab, slab[:, 1:-1, :width], cos, sin
 
 
+@pytest.mark.in_interpreter("of 48 cases", only=every_pair)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("dtype", "angles"), OF_X_AND_ANGLES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

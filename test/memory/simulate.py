@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import flash_attention_mask
 
 import seqtile
-from memory.shared import batch_of, register
 from seqtile.arch import ARCHS
 from seqtile.memory.measure import KnownIntegers
 from seqtile.memory.setup import Setup
@@ -240,7 +240,9 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         modes.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (setup.gpus,))
     name = "no_scores_by_lengths" if setup.shared_tokens else "no_scores"
-    (register if setup.shared_tokens else AttentionInterface.register)(name, attention(setup))
+    AttentionInterface.register(name, attention(setup))
+    if setup.shared_tokens:  # an attention that is called as FlashAttention is
+        AttentionMaskInterface.register(name, flash_attention_mask)
     sp_group = seqtile.sp.initialize(setup.sequence_parallel) if setup.gpus > 1 and setup.shared_tokens else None
     with torch.device("meta"):
         model = causal_lm = AutoModelForCausalLM.from_config(
@@ -278,6 +280,14 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     return model
 
 
+def sharing_a_prefix(rows: int, seq_len: int, shared_tokens: int) -> dict[str, torch.Tensor]:
+    """Returns sequences whose first `shared_tokens` tokens are the same; the other tokens have labels. The ids have
+    data, in which `seqtile.share_prefixes` finds the prefix."""
+    own = torch.arange(seq_len) >= shared_tokens
+    ids = 1 + torch.arange(rows)[:, None] * own
+    return {"input_ids": ids, "labels": ids.masked_fill(~own, -100)}
+
+
 def simulate(
     config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, rank: int = 0, evaluate: bool = False
 ) -> "Simulated":
@@ -287,7 +297,7 @@ def simulate(
         host = HostMemory()
         model = build(config, setup, modes, host, rank).train(not evaluate)
         if setup.shared_tokens:
-            batch = batch_of(batch_size, seq_len, setup.shared_tokens)
+            batch = sharing_a_prefix(batch_size, seq_len, setup.shared_tokens)
         else:
             ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
             labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}

@@ -27,7 +27,7 @@ SMALL = {"vocab_size": 8192}  # so that a layer, not the loss, has the peak
 TWO = SMALL | {"num_hidden_layers": 2}
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
-UNEVEN = SMOLLM2 | {"num_hidden_layers": 3, "hidden_size": 1152, "head_dim": 128}
+UNEVEN = SMOLLM2 | {"num_hidden_layers": 2, "hidden_size": 1152, "head_dim": 128}
 
 HOST, LIGER, LORA = {"offload": ("activations",)}, {"liger": True}, {"lora_rank": 16}
 LAYER = {"tiles": memory.TILES}
@@ -82,15 +82,14 @@ def sharing(rows: int, seq_len: int, tokens: int, *parts: dict[str, Any], **more
     return layers(seq_len, *parts, shared_tokens=tokens)._replace(batch_size=rows, **more)
 
 
-def layers_daily(seq_len: int, *parts: dict[str, Any], **setup: Any) -> Case:
-    return layers(seq_len, *parts, **setup)._replace(daily=True)
-
-
 CASES: dict[str, list[Case]] = {
     "every_architecture": [
-        *(Case(arch, 40 * K, {}, LIGER, arch in ("llama", "gemma2", "gemma3_text", "qwen3_moe")) for arch in ARCHS),
-        *(Case(arch, 40 * K, {}, {}, arch == "qwen3_moe") for arch in ARCHS),
+        *(Case(arch, 40 * K, {}, LIGER, arch == "llama") for arch in ARCHS),
+        *(Case(arch, 40 * K, {}, {}) for arch in ARCHS),
+        daily("gemma3_text", 20 * K, {}, LIGER),
+        daily("qwen3_moe", 20 * K, {}, {}),
     ],
+    "batch_of_sequences": [llama_daily(8 * K)._replace(batch_size=4)],
     "untiled": [
         Case(
             arch,
@@ -108,19 +107,20 @@ CASES: dict[str, list[Case]] = {
         llama(1024 * K, chunk_tokens=64 * K, liger=True),
         llama_daily(16 * K, chunk_tokens=16 * K, liger=True),
         llama(64 * K, **HOST, liger=True),
-        llama_daily(64 * K, **HOST, keep_last=2),
+        llama(64 * K, **HOST, keep_last=2),
+        daily("llama", 32 * K, SMOLLM2 | {"num_hidden_layers": 3, "vocab_size": 8192}, HOST | LIGER),
         llama(64 * K, **HOST, keep_last=0),
-        llama_daily(64 * K, **HOST, keep_last=9, liger=True),
+        llama_daily(32 * K, **HOST, keep_last=9, liger=True),
         llama(64 * K, **LORA),
         llama(20 * K, **LORA, tiles=("loss",), liger=True),
         llama(64 * K, **LORA, liger=True, **HOST),
-        llama_daily(32 * K, dtype="float32"),
+        llama_daily(16 * K, dtype="float32"),
         llama(64 * K, gpus=8),
         llama(8 * K, gpus=8),
-        llama_daily(100, gpus=8),
+        daily("llama", 100, {"num_hidden_layers": 2}, {"gpus": 8}),
         llama(100, gpus=8, **LORA),
         llama(32 * K, **over(8), tiles=()),
-        llama_daily(512 * K, **over(8)),
+        llama_daily(256 * K, **over(8)),
         llama(512 * K, **over(8), liger=True, **HOST),
         llama(512 * K, **over(16), liger=True),
         llama(128 * K, gpus=8, sequence_parallel=4, **LORA),
@@ -132,7 +132,7 @@ CASES: dict[str, list[Case]] = {
         llama(32 * K, **QLORA, **GROUPS),
     ],
     "as_a_whole": [
-        *(Case(arch, 40 * K, TWO, LAYER, arch == "granite") for arch, known in ARCHS.items() if known.layer),
+        *(Case(arch, 40 * K, TWO, LAYER) for arch, known in ARCHS.items() if known.layer),
         *(Case(arch, 40 * K, TWO, GROUPS) for arch, known in ARCHS.items() if known.layer),
         layers(4 * K, LAYER, LIGER),
         layers(6 * K, LAYER),
@@ -145,7 +145,9 @@ CASES: dict[str, list[Case]] = {
         layers(40 * K, LAYER, LORA),
         layers(40 * K, GROUPS, LORA),
         layers(32 * K, GROUPS, dtype="float32"),
-        layers_daily(6 * K, GROUPS, dtype="float32"),
+        layers(6 * K, GROUPS, dtype="float32"),
+        daily("granite", 10 * K, TWO, LAYER),
+        daily("llama", 6 * K, TWO, LAYER | {"head_groups": 2, "dtype": "float32"}),
         layers(64 * K, LAYER, HOST),
         layers(64 * K, GROUPS, HOST, keep_last=2),
         layers(64 * K, LAYER, gpus=8),
@@ -155,7 +157,7 @@ CASES: dict[str, list[Case]] = {
         layers(512 * K, LAYER, over(8), HOST, LORA),
     ],
     "groups_over_gpus": [  # one group in transit while attention computes another
-        daily("llama", 256 * K, TWO, LAYER | over(2, head_groups=2, chunk_tokens=16 * K)),
+        daily("llama", 64 * K, TWO, LAYER | over(2, head_groups=2, chunk_tokens=4 * K)),
         Case("qwen3", 256 * K, TWO, GROUPS | over(2, chunk_tokens=16 * K)),
         Case("llama", 512 * K, TWO, GROUPS | HOST | LORA | over(4, chunk_tokens=16 * K)),
         Case("llama", 1024 * K, TWO, LAYER | over(8, head_groups=1, chunk_tokens=16 * K)),
@@ -167,7 +169,7 @@ CASES: dict[str, list[Case]] = {
     "heads_wider_than_the_model": [  # as in Qwen3-32B; 64 heads of 128 over 4,096
         Case(
             "qwen3",
-            64 * K,
+            32 * K,
             SMALL | {"num_attention_heads": 64, "head_dim": 128},
             setup | {"chunk_tokens": 16 * K},
             setup is LAYER,
@@ -182,7 +184,8 @@ CASES: dict[str, list[Case]] = {
         Case("gemma2", 40 * K, {}, LORA),
         Case("granite", 40 * K, {}, LORA | LIGER),
         Case("qwen3", 40 * K, {}, LORA),
-        *(daily("llama", 4 * K, SMALL, LORA | setup) for setup in ({"tiles": ()}, {}, {"load_in_4bit": True})),
+        *(daily("llama", 4 * K, SMALL, LORA | setup) for setup in ({"tiles": ()}, {})),
+        Case("llama", 4 * K, SMALL, QLORA),
     ],
     "many_layers_over_gpus": [  # with short shards, gathered weights and waiting gradients outweigh the activations
         Case("llama", 64 * K, {"num_hidden_layers": 24}, HOST | LIGER | over(8, lora_rank=rank)) for rank in (None, 16)
@@ -198,7 +201,7 @@ CASES: dict[str, list[Case]] = {
         llama(8 * K, **ACCUMULATE, **AUTOCAST),
         layers(32 * K, ACCUMULATE, LAYER),
         layers(40 * K, ACCUMULATE, HOST, LIGER),
-        daily("gemma2", 20 * K, {}, ACCUMULATE),  # tied
+        daily("gemma2", 20 * K, {"num_hidden_layers": 2}, ACCUMULATE),  # tied
         Case("gemma2", 80 * K, {}, ACCUMULATE | over(4)),
         Case("llama", 32 * K, SMOLLM2, ACCUMULATE),
         Case("mixtral", 20 * K, TWO, ACCUMULATE),
@@ -213,7 +216,7 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 32_000, 30_000),
         sharing(4, 12 * K, 2 * K),
         sharing(4, 12 * K, 2 * K, widths={}),
-        sharing(8, 5 * K, 4 * K, {"tiles": ()}, daily=True),
+        sharing(8, 5 * K, 4 * K, {"tiles": ()}, widths=TWO, daily=True),
         sharing(8, 10 * K, 8 * K, {"tiles": ("loss",)}),
         sharing(4, 40 * K, 32 * K, HOST, LIGER),
         sharing(8, 10 * K, 8 * K, LORA, limit=0.09),  # the plan is too high
@@ -221,14 +224,14 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 10 * K, 8 * K, AUTOCAST),
         sharing(4, 5 * K, 4 * K, AUTOCAST, {"tiles": ()}, widths={"vocab_size": 32000}),
         sharing(8, 10 * K, 8 * K, AUTOCAST, LAYER),
-        sharing(8, 10 * K, 8 * K, LAYER, daily=True),
+        sharing(8, 10 * K, 8 * K, LAYER, widths=TWO, daily=True),
         sharing(8, 32_000, 30_000, LAYER),
         sharing(8, 10 * K, 8 * K, LAYER, widths=SMALL | {"num_key_value_heads": 32}),
         sharing(8, 10 * K, 8 * K, LAYER, {"head_groups": 8}),
         sharing(4, 12 * K, K, LAYER, HOST, {"head_groups": 8, "chunk_tokens": 2 * K}),
         *(sharing(8, 10 * K, 8 * K, arch=arch) for arch in ("gemma2", "olmo2", "phi3", "qwen3")),
         sharing(8, 10 * K, 8 * K, arch="mixtral", widths=TWO),
-        sharing(4, 18 * K, 16 * K, WHOLE, over(2, tiles=()), widths={"vocab_size": 32000}, daily=True),
+        sharing(4, 9 * K, 8 * K, WHOLE, over(2, tiles=()), widths={"vocab_size": 32000}, daily=True),
         sharing(8, 18 * K, 16 * K, WHOLE, over(2), limit=0.06),
         sharing(8, 18 * K, 16 * K, WHOLE, LORA, over(2), limit=0.09),  # the plan is too high
         sharing(8, 96 * K, 64 * K, WHOLE, over(8)),
@@ -243,8 +246,8 @@ CASES: dict[str, list[Case]] = {
             for rank in (None, 16)
         ),
         llama(40 * K, **AUTOCAST),
-        daily("llama", 8 * K, {"num_hidden_layers": 12}, AUTOCAST | {"tiles": ()}),  # the autocast cache has the peak
-        layers_daily(8 * K, AUTOCAST),
+        daily("llama", 8 * K, {"num_hidden_layers": 8}, AUTOCAST | {"tiles": ()}),  # the autocast cache has the peak
+        daily("llama", 8 * K, SMALL, AUTOCAST),
         layers(40 * K, AUTOCAST, GROUPS),
         layers(40 * K, AUTOCAST, LORA, GROUPS),
         layers(6 * K, AUTOCAST, GROUPS),
@@ -260,11 +263,7 @@ CASES: dict[str, list[Case]] = {
         Case("qwen3", 128 * K, SMALL, AUTOCAST),
         Case("qwen3", 40 * K, SMALL, AUTOCAST | LORA | {"tiles": ("loss",)}),
         Case("qwen3", 40 * K, {}, AUTOCAST | LAYER),
-        *(
-            Case(arch, 40 * K, {}, AUTOCAST, arch == "gemma2", LIMITS.get(arch, 0.05))
-            for arch, x in ARCHS.items()
-            if not x.routed
-        ),
+        *(Case(arch, 40 * K, {}, AUTOCAST, limit=LIMITS.get(arch, 0.05)) for arch, x in ARCHS.items() if not x.routed),
     ],
 }
 ALL = {
@@ -283,15 +282,16 @@ def every_day(cases: list[dict[str, Case]]) -> list[int]:
 )
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_peak(case: Case) -> None:
-    """Bytes allocated in addition to weights and optimizer."""
+    """Bytes allocated in addition to weights and optimizer, and pinned bytes of host memory."""
     config = AutoConfig.for_model(case.arch, **LLAMA_8B | WIDTHS.get(case.arch, {}) | case.widths)
     sizes = {"seq_len": case.seq_len, "batch_size": case.batch_size}
     planned = memory.plan(config, **sizes, **case.setup)
     if (planned.setup.gpus > 1 or planned.setup.load_in_4bit) and Version(torch.__version__) < Version("2.10"):
         pytest.skip("torch 2.9 runs neither FSDP2's collectives nor bitsandbytes on tensors without data")
     ranks = planned.setup.sequence_parallel if case.widths is UNEVEN else 1
-    peaks = [simulate(config, planned.setup, **sizes, rank=rank).peak for rank in range(ranks)]
-    assert abs(counted(planned) / max(peaks) - 1) <= case.limit, planned.peak
+    steps = [simulate(config, planned.setup, **sizes, rank=rank) for rank in range(ranks)]
+    assert abs(counted(planned) / max(step.peak for step in steps) - 1) <= case.limit, planned.peak
+    assert steps[0].pinned * min(planned.setup.gpus, 8) == planned.host.get("inputs", 0)
 
 
 def counted(planned: memory.Plan) -> int:
@@ -299,23 +299,8 @@ def counted(planned: memory.Plan) -> int:
     return planned.gpu_bytes - parts["weights"] - parts["optimizer"] - parts["reserved"]
 
 
-def test_a_batch_of_sequences() -> None:
-    config = AutoConfig.for_model("llama", **LLAMA_8B)
-    planned = memory.plan(config, seq_len=8 * K, batch_size=4)
-    simulated = simulate(config, planned.setup, seq_len=8 * K, batch_size=4)
-    assert abs(counted(planned) / simulated.peak - 1) <= 0.05, planned.peak
-
-
 def test_a_bucket_is_all_that_is_added_where_nothing_is_spread() -> None:
     """A simulation has no reducer: ZeRO-0 is one GPU's step plus the bucket of gradients being reduced."""
     one = memory.plan("meta-llama/Llama-3.1-8B", seq_len=64 * K)
     many = memory.plan("meta-llama/Llama-3.1-8B", seq_len=64 * K, gpus=8, zero_stage=0)
     assert many.gpu_bytes - one.gpu_bytes == BUCKET * 2 + 2**30
-
-
-def test_host_memory() -> None:
-    """The pinned bytes of a simulated step equal those of the plan."""
-    config = AutoConfig.for_model("llama", **LLAMA_8B | {"num_hidden_layers": 6})
-    planned = memory.plan(config, seq_len=16 * K, offload=("activations",))
-    assert planned.host == {"inputs": 5 * 16 * K * 4096 * 2}
-    assert simulate(config, planned.setup, seq_len=16 * K).pinned == planned.host["inputs"]

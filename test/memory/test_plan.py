@@ -1,6 +1,5 @@
 """Plans: they accept any configuration, are consistent, and refuse impossible setups."""
 
-import json
 import re
 from dataclasses import asdict, replace
 from functools import partial
@@ -221,27 +220,22 @@ def test_the_published_ladder() -> None:
         assert 1 / 1.4 < ours / theirs < 1.4, (planned, published)
 
 
+LAYER, TWO = {"tiles": memory.TILES}, {"gpus": 2, "sequence_parallel": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"seq_len": 0}, "seq_len: expected a positive int, got 0"),
-        ({"seq_len": -5}, "seq_len: expected a positive int, got -5"),
         ({"seq_len": 1.5}, "seq_len: expected a positive int, got 1.5"),
         ({"batch_size": 0}, "batch_size: expected a positive int"),
         ({"shared_tokens": -1}, "shared_tokens: expected 0 or more tokens, got -1"),
         ({"shared_tokens": True}, "shared_tokens: expected 0 or more tokens, got True"),
         ({"shared_tokens": 8, "batch_size": 2}, "shared_tokens: expected fewer than the 8 tokens of a sequence, got 8"),
         ({"shared_tokens": 4}, "batch_size: expected 2 or more sequences, which begin with shared_tokens, got 1"),
-        (
-            {"shared_tokens": 4, "batch_size": 2, "gpus": 2, "sequence_parallel": 2},
-            "batches: expected whole, since a part of a batch tells no GPU what it shares, got 'cut'",
-        ),
-        (
-            {"shared_tokens": 4, "batch_size": 2, "tiles": memory.TILES, "head_groups": "auto"},
-            "head_groups: expected a number, since attention of shared tokens by groups",
-        ),
+        (TWO | {"shared_tokens": 4, "batch_size": 2}, "batches: expected whole, since a part of a batch tells no GPU"),
+        (LAYER | {"shared_tokens": 4, "batch_size": 2, "head_groups": "auto"}, "head_groups: expected a number, since"),
         ({"gpus": 0}, "gpus: expected a positive int"),
-        ({"gpus": 2, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 2 GPUs, got 4"),
         ({"gpus": 6, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 6 GPUs, got 4"),
         ({"zero_stage": 4}, "zero_stage: expected 0, 1, 2 or 3, got 4"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, adamw_8bit, sgd, got 'lion'"),
@@ -249,7 +243,6 @@ def test_the_published_ladder() -> None:
         ({"tiles": "norm"}, "tiles: expected some of loss, mlp, layer, got 'norm'"),
         ({"offload": "optimiser"}, "offload: expected some of activations, optimizer, weights, got 'optimiser'"),
         ({"offload": [["optimizer"]]}, "offload: expected some of activations, optimizer, weights, got "),
-        ({"offload": ("gradients",)}, "offload: expected some of"),
         ({"keep_last": -1}, "keep_last: expected 0 or more layers"),
         ({"lora_rank": 0}, "lora_rank: expected a positive int"),
         ({"load_in_4bit": True}, "load_in_4bit: expected False, or a lora_rank besides"),
@@ -262,14 +255,10 @@ def test_the_published_ladder() -> None:
         ({"tiles": 5}, "tiles: expected some of"),
         ({"tiles": ("loss", "layer")}, "tiles: expected mlp too, since it is tiled with the layer"),
         ({"head_groups": 2}, "head_groups: expected None, since tiles has no layer, got 2"),
-        ({"tiles": memory.TILES, "head_groups": 0}, 'head_groups: expected a positive int, "auto" or None, got 0'),
-        ({"tiles": memory.TILES, "head_groups": "all"}, "expected a positive int, \"auto\" or None, got 'all'"),
-        ({"tiles": memory.TILES, "head_groups": True}, 'expected a positive int, "auto" or None, got True'),
-        ({"tiles": memory.TILES, "head_groups": 3}, "head_groups: expected a divisor of the 8 kv heads, got 3"),
-        (
-            {"tiles": memory.TILES, "head_groups": 4, "gpus": 4, "sequence_parallel": 4},
-            "expected at most 2 groups, so that each of the 4 GPUs",
-        ),
+        (LAYER | {"head_groups": 0}, 'head_groups: expected a positive int, "auto" or None, got 0'),
+        (LAYER | {"head_groups": True}, 'expected a positive int, "auto" or None, got True'),
+        (LAYER | {"head_groups": 3}, "head_groups: expected a divisor of the 8 kv heads, got 3"),
+        (LAYER | {"head_groups": 4, "gpus": 4, "sequence_parallel": 4}, "at most 2 groups, so that each of the 4 GPUs"),
         ({"dtype": ["bfloat16"]}, "dtype: expected one of"),
         ({"liger": "no"}, "liger: expected True or False, got 'no'"),
         ({"autocast": 1}, "autocast: expected True or False, got 1"),
@@ -347,10 +336,7 @@ def test_wrong_models() -> None:
         ('{"text_config": [1]}', "expected a model's config, a dict of one"),
         ('{"model_type": ["llama"]}', "config's model_type: expected a str"),
         ('{"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 8}', "a divisor of the 4 heads, got 8"),
-        (
-            '{"model_type": "deepseek_v3", "n_routed_experts": 256}',
-            "has experts or latent attention; of such, mixtral and qwen3_moe are planned",
-        ),
+        ('{"model_type": "deepseek_v3", "n_routed_experts": 256}', "of such, mixtral and qwen3_moe are planned"),
         ('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}', "layers of two kinds"),
         ('{"attention_bias": "no"}', "config's attention_bias: expected true or false, got 'no'"),
         ("{}", "this config, of model type .none., has no hidden_size"),
@@ -361,13 +347,6 @@ def test_wrong_configs(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         memory.shape_of(tmp_path)
-
-
-def test_a_setup_can_be_changed() -> None:
-    setup = memory.Setup(gpus=8)
-    with pytest.raises(ValueError, match="expected a divisor"):
-        replace(setup, sequence_parallel=3)
-    assert json.dumps(memory.plan(LLAMA, seq_len=8).host) == "{}"
 
 
 def test_the_weights_of_4_bits() -> None:

@@ -20,7 +20,7 @@ from seqtile.recipes.plan import PlanResult, print_forecast
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "CHUNKS", 8)
+    monkeypatch.setattr(simulate, "CHUNKS", 3)
 
 
 SIZES = {
@@ -35,7 +35,7 @@ SIZES = {
 TILES = {name: FEATURES[name].changes["tiles"] for name in ("nothing", "loss", "loss, MLP", "loss, MLP, layer")}
 
 
-@pytest.mark.full("10 s each; the others go through the same lines", but=("llama",))
+@pytest.mark.full("4 s each; the others go through the same lines", but=("llama",))
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_where_there_is_a_formula_too(model_type: str) -> None:
     """Most layers do not run, and 300,000 tokens are more than the simulation uses."""
@@ -72,15 +72,10 @@ def test_the_command(tmp_path: Path) -> None:
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and lengths == sorted(lengths) and lengths[0] > 0
     assert "simulated with its own code" in found["notes"][-1]
-
-
-@pytest.mark.full("10 s; it is the same command")
-def test_what_is_said_of_more_gpus(tmp_path: Path) -> None:
-    CONFIG_MAPPING["olmo3"](**SIZES | {"layer_types": None}).save_pretrained(tmp_path)
     assert "it is simulated only for one GPU" in said(tmp_path, "--gpus", "2")
 
 
-@pytest.mark.full("10 s; other models go through the same lines")
+@pytest.mark.full("4 s; other models go through the same lines")
 def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None}
     CONFIG_MAPPING["gpt_oss"](**sizes).save_pretrained(tmp_path)

@@ -54,16 +54,16 @@ def test_memory_does_not_grow_with_length(
         assert peak - d_hidden - d_weight <= max(1.05 * chunk, d_weight // 2 + 0.05 * chunk)
 
 
-@pytest.mark.full("10 s each; the kernels' twins are tested by themselves", but=("dtype1-mean",))
+@pytest.mark.full("2 s each; the kernels' twins are tested by themselves", but=("dtype1-mean",))
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
     """The same law on real tensors, a third of them ignored: the eager kernel reuses its buffers, and upcasts in
     blocks."""
-    size, vocab, chunk_tokens = 64, 32768, 3000
+    size, vocab, chunk_tokens = 64, 24576, 3000
     chunk = chunk_tokens * vocab * dtype.itemsize
     weight = (torch.randn(vocab, size) * 0.1).to(dtype).requires_grad_()
-    for tokens in (5_000, 10_000):
+    for tokens in (3_500, 7_000):
         hidden = torch.randn(tokens, size).to(dtype).requires_grad_()
         target = torch.randint(0, vocab, (tokens,))
         target[::3] = IGNORE
@@ -80,14 +80,14 @@ def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_of_the_weight_gradient_does_not_grow_with_chunks(dtype: torch.dtype) -> None:
     """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of untiled torch in this dtype."""
-    tokens, size, vocab = 2048, 96, 1000
+    tokens, size, vocab = 2048, 96, 500
     hidden = torch.randn(tokens, size).to(dtype)
     weight = (torch.randn(vocab, size) * 0.2).to(dtype)
     target = torch.randint(0, vocab, (tokens,))
     errors = {}
     *_, truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
     *_, untiled = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=dtype)
-    for chunks in (1, 2, 16, 64, 256):
+    for chunks in (1, 2, 16, 256):
         *_, gradient = values_and_gradients(
             linear_cross_entropy, hidden, weight, target, dtype=dtype, chunk_tokens=tokens // chunks
         )
@@ -112,15 +112,6 @@ def test_accumulating_in_the_weights_dtype_is_worse_and_available() -> None:
         weight.requires_grad_()
         linear_cross_entropy(hidden, weight, target, chunk_tokens=4, accumulate_dtype=None).backward()
     assert memory.peak < 4 * weight.numel()
-
-
-def test_loss_is_exact_to_float32() -> None:
-    tokens, size, vocab = 5000, 96, 3000
-    hidden, weight = torch.randn(tokens, size), torch.randn(vocab, size) * 0.3
-    target = torch.randint(0, vocab, (tokens,))
-    loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=100)
-    truth = cross_entropy_reference(hidden.double(), weight.double(), target)
-    assert loss.dtype == torch.float32 and abs(loss.double() / truth - 1) <= 1e-6
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
@@ -176,8 +167,7 @@ def test_a_weight_that_is_given_back_after_the_forward(op: Callable, chunk_token
     torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("chunk_tokens", [63, None])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "chunk_tokens"), [("mean", 63), ("sum", None)])
 def test_compiled_products(reduction: str, chunk_tokens: int | None) -> None:
     """A compiled graph of forward and backward also has three products per chunk."""
     hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)

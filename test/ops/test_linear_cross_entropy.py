@@ -15,7 +15,6 @@ from support.head_reference import (
     D,
     V,
     cross_entropy_reference,
-    entropies_of,
     logits_of,
     make,
     values_and_gradients,
@@ -44,11 +43,11 @@ def compare(operands: Operands, dtype: torch.dtype, chunk_tokens: int | None = 6
 @pytest.mark.full("of 60 cases, beside those that test_head_options.py draws", but=every_pair)
 @pytest.mark.in_interpreter(
     "one end-to-end case of each op and dtype",
-    only=("63-16-dtype0-*sum*", "190-63-dtype0-*none*", "190-63-dtype1-*num*", "190-63-dtype2-{}"),
+    only=("63-16-dtype0-*sum*", "90-40-dtype0-*none*", "90-40-dtype1-*num*", "90-40-dtype2-{}"),
 )
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"num_items": 37}, {"reduction": "none"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 1000), (63, 16), (190, 63), (5, 1), (1024, 4)])
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 1000), (63, 16), (90, 40), (5, 1), (1024, 4)])
 def test_loss_and_gradients(tokens: int, chunk_tokens: int, dtype: torch.dtype, options: dict, device: str) -> None:
     compare(make(tokens, dtype, device), dtype, chunk_tokens, **options)
 
@@ -223,6 +222,7 @@ def test_loss_changed_in_place_inside_a_larger_graph(device: str) -> None:
 
 
 def test_metrics(device: str) -> None:
+    """Values of the other metrics, and all gradients, are in test_head_options.py."""
     hidden, weight, target = make(190, device=device)
     target[1:40] = (hidden[1:40] @ weight.T).argmax(1)  # some predictions are right
     for reduction in ("mean", "none"):
@@ -230,16 +230,11 @@ def test_metrics(device: str) -> None:
         loss, metrics = linear_cross_entropy(hidden, weight, target, return_metrics=True, **options)
         alone = linear_cross_entropy(hidden, weight, target, **options)
         torch.testing.assert_close(loss, alone, rtol=0, atol=0)
-        logits = logits_of(hidden.double() @ weight.double().T, softcap=5.0)
-        labelled = target != IGNORE
-        predicted = logits.argmax(1)
+        labelled, predicted = target != IGNORE, logits_of(hidden.double() @ weight.double().T, softcap=5.0).argmax(1)
         assert metrics.predicted_tokens.equal(predicted.where(labelled, -1))
         accuracy = (predicted == target)[labelled].double().mean()
         assert 0 < accuracy < 1
         torch.testing.assert_close(metrics.token_accuracy.double(), accuracy, rtol=1e-6, atol=0)
-        torch.testing.assert_close(metrics.logsumexp.double(), logits.logsumexp(1) * labelled, rtol=1e-6, atol=0)
-        entropy = entropies_of(logits)[labelled].mean()
-        torch.testing.assert_close(metrics.mean_entropy.double(), entropy, rtol=1e-5, atol=0)
         gradients = torch.autograd.grad(loss.sum(), (hidden, weight))
         for ours, expected in zip(gradients, torch.autograd.grad(alone.sum(), (hidden, weight)), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=0)
@@ -276,15 +271,10 @@ def bad(**changes: object) -> dict:
         (bad(target=torch.full((63,), -1)), ValueError, "target holds -1"),
         (bad(target=torch.zeros(62, dtype=torch.int64)), ValueError, r"target has shape \[62\], expected"),
         (bad(target=torch.zeros(63, dtype=torch.int64, device="meta")), ValueError, "target is on meta"),
-        (
-            bad(hidden=torch.randn(63, D + 1)),
-            ValueError,
-            r"weight has shape \[1000, 64\], expected \[V, D\] with D = 65",
-        ),
+        (bad(hidden=torch.randn(63, D + 1)), ValueError, r"weight has shape \[1000, 64\], expected .* with D = 65"),
         (bad(hidden=torch.randn(63, D, dtype=torch.bfloat16)), TypeError, "cast one of them, or use torch.autocast"),
         (bad(hidden=torch.randn(63, D, dtype=torch.float64)), TypeError, "hidden is torch.float64, expected one of"),
         (bad(hidden=torch.randn(0, D), target=torch.zeros(0, dtype=torch.int64)), ValueError, "an empty sequence"),
-        (bad(weight=torch.randn(V, D, device="meta")), ValueError, "weight is on meta, hidden on cpu"),
         (bad(reduction="avg"), ValueError, "reduction is 'avg', expected"),
         (bad(ignore_index=1.5), TypeError, "ignore_index is 1.5"),
         (bad(target=torch.full((63,), -100), ignore_index=None), ValueError, "target holds -100.*pass ignore_index"),
@@ -299,7 +289,6 @@ def bad(**changes: object) -> dict:
         (bad(label_smoothing=1.1), ValueError, "label_smoothing is 1.1"),
         (bad(label_smoothing="0.1"), TypeError, "label_smoothing is '0.1', expected a Python number"),
         (bad(z_loss=-1e-4), ValueError, "z_loss is -0.0001, expected at least 0"),
-        (bad(z_loss=math.nan), ValueError, "z_loss is nan"),
         (bad(softcap=0.0), ValueError, "softcap is 0.0, expected more than 0"),
         (bad(logit_scale=math.inf), ValueError, "logit_scale is inf, expected finite"),
         (bad(logit_scale=torch.tensor(2.0)), TypeError, "logit_scale is tensor"),
@@ -309,7 +298,6 @@ def bad(**changes: object) -> dict:
         (bad(num_items=3, reduction="none"), ValueError, 'num_items divides the sum.*not with "none"'),
         (bad(num_items=0), ValueError, "num_items is 0"),
         (bad(target=[1] * 63), TypeError, "target is a list, expected a tensor"),
-        (bad(bias=[0.0] * V), TypeError, "bias is a list, expected a tensor"),
         (bad(num_items=torch.tensor([3, 4])), ValueError, r"num_items has shape \[2\]"),
         (bad(num_items=True), TypeError, "num_items is True"),
         (bad(num_items=3, reduction="sum"), ValueError, "num_items divides the sum"),

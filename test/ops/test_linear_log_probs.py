@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from seqtile import linear_cross_entropy, linear_log_probs
+from seqtile import linear_log_probs
 from seqtile.ops.linear_log_probs import TokenValues
 from support.assertions import assert_all_as_exact
 from support.choice import every_value
@@ -13,10 +13,10 @@ from support.measure import FlopCount
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients(dtype: torch.dtype, device: str) -> None:
     """Gradients of log-probabilities and entropies; the other values have none."""
-    hidden, weight, target = make(190, dtype, device)
+    hidden, weight, target = make(90, dtype, device)
     labelled, largest = target != IGNORE, (hidden @ weight.T).argmax(1)
     target[:20] = largest[:20].where(labelled[:20], IGNORE)  # some predictions are right
-    upstream, results = torch.randn(2, 190, device=device), []
+    upstream, results = torch.randn(2, 90, device=device), []
     for d in (dtype, torch.float64):
         leaves = [x.detach().to(d).requires_grad_() for x in (hidden, weight)]
         logits = logits_of(leaves[0] @ leaves[1].T, temperature=0.8)
@@ -24,24 +24,17 @@ def test_values_and_gradients(dtype: torch.dtype, device: str) -> None:
         found = [value * labelled for value in found]
         loss = (found[0] * upstream[0] + found[1] * upstream[1]).sum()
         results.append([*found, *torch.autograd.grad(loss, leaves)])
-    options = {"temperature": 0.8, "chunk_tokens": 63}
+    options = {"temperature": 0.8, "chunk_tokens": 40}
     log_probs, values = linear_log_probs(hidden, weight, target, outputs=TokenValues._fields, **options)
     gradients = torch.autograd.grad((log_probs * upstream[0] + values.entropy * upstream[1]).sum(), (hidden, weight))
     ours = [log_probs, values.entropy, values.mean_logit, values.sum_squared_probs]
     assert all(value.dtype == torch.float32 and not value[~labelled].any() for value in ours)
     assert_all_as_exact([*ours, *gradients], *results)
     assert values.is_largest.equal((largest == target) & labelled) and values.is_largest.any()
-    torch.testing.assert_close(log_probs, linear_log_probs(hidden, weight, target, **options), rtol=0, atol=0)
     assert [value.requires_grad for value in values] == [True, False, False, False]
-    _, some = linear_log_probs(hidden, weight, target, outputs=["mean_logit"], **options)
-    assert some.mean_logit.equal(values.mean_logit) and (some.entropy, some.is_largest) == (None, None)
-
-
-def test_is_minus_the_loss_of_every_token(device: str) -> None:
-    hidden, weight, target = make(189, device=device)
-    losses = linear_cross_entropy(hidden, weight, target, reduction="none", chunk_tokens=50)
-    log_probs = linear_log_probs(hidden.view(3, 63, D), weight, target.view(3, 63), chunk_tokens=50)
-    torch.testing.assert_close(log_probs.view(-1), -losses, rtol=0, atol=0)
+    again, some = linear_log_probs(hidden, weight, target, outputs=["mean_logit"], **options)
+    assert again.equal(log_probs) and some.mean_logit.equal(values.mean_logit)
+    assert (some.entropy, some.is_largest) == (None, None)
 
 
 @pytest.mark.parametrize("summed", [False, True])

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from seqtile import tiled
 from seqtile.ops.tiled import tiled_part
 from support.assertions import assert_each_as_exact, relative_error
 from support.choice import every_value
-from support.measure import FlopCount, LiveBytes, eager_memory
+from support.measure import FlopCount, eager_memory, saved_and_peak
 
 D, M = 96, 150
 
@@ -141,18 +143,10 @@ def test_products() -> None:
 def test_memory() -> None:
     """No tensor inside the function has the length of the sequence; only the input is saved."""
     module = Mlp()
-
-    def peak(tokens: int) -> tuple[int, int]:
-        x = torch.randn(tokens, D, requires_grad=True)
-        with LiveBytes() as memory:
-            y = apply(module, x)
-            saved = memory.live - y.nbytes
-            y.backward(torch.ones_like(y))
-        return saved, memory.peak
-
-    (saved, short), (saved_longer, long) = peak(1000), peak(4000)
+    inputs = (torch.randn(tokens, D, requires_grad=True) for tokens in (1000, 4000))
+    (saved, peak), (saved_longer, peak_longer) = (saved_and_peak(partial(apply, module), x) for x in inputs)
     assert saved == saved_longer and saved < 20_000  # the state of the random generator
-    assert (long - short) / 3000 == 3 * 4 * D  # y, its gradient, and that of x
+    assert (peak_longer - peak) / 3000 == 3 * 4 * D  # y, its gradient, and that of x
 
 
 def test_a_leaf_that_is_not_listed_is_not_ignored(device: str) -> None:

@@ -59,6 +59,15 @@ def entropies_of(logits: torch.Tensor) -> torch.Tensor:
     return -(logp.exp() * logp).sum(1)
 
 
+def divergences_of(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> torch.Tensor:
+    """Returns the divergence of each row of a student's log-probabilities from a teacher's, `logq`."""
+    if beta in (0, 1):
+        a, b = (logq, logp) if beta == 0 else (logp, logq)
+        return (a.exp() * (a - b)).sum(1)
+    logm = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
+    return beta * (logq.exp() * (logq - logm)).sum(1) + (1 - beta) * (logp.exp() * (logp - logm)).sum(1)
+
+
 def reduced(
     losses: torch.Tensor,
     target: torch.Tensor,

@@ -1,5 +1,6 @@
 """Measures without a clock: counts FLOP and tracks live bytes, see seqtile/memory/measure.py."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,15 @@ class LiveBytes(measure.LiveBytes):
     def _add(self, storage: torch.UntypedStorage) -> None:
         super()._add(storage)
         self.largest = max(self.largest, storage.nbytes())
+
+
+def saved_and_peak(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[int, int]:
+    """Returns the live bytes after the forward without its output, and the peak of both passes."""
+    with LiveBytes() as memory:
+        y = function(x)
+        saved = memory.live - y.nbytes
+        y.backward(torch.ones_like(y))
+    return saved, memory.peak
 
 
 def flops_of_step(model: nn.Module, tokens: int) -> int:

@@ -24,7 +24,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 1.7},
     "caps and scales": {"student_softcap": 4.0, "teacher_softcap": 6.0, "student_scale": 1.3, "teacher_scale": -0.7},
-    "biases": {"student_bias": True, "teacher_bias": True, "student_scale": 0.5, "teacher_scale": 1.4}
+    "biases": {"student_bias": True, "teacher_bias": True, "student_scale": 0.5, "teacher_scale": 0.6}
     | {"temperature": 0.8},
 }
 TOP: dict[str, dict[str, Any]] = {

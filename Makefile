@@ -6,6 +6,8 @@ OLDEST := $(VENV)/transformers-oldest
 AXOLOTL := $(VENV)/axolotl
 STAMP := $(VENV)/.up-to-date
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Many images set it. Without compiled files, each of the many processes of the tests compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations 50
 
 .DEFAULT_GOAL := help

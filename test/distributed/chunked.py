@@ -175,7 +175,7 @@ def compare(part: str, reducer: str, checkpoints: str) -> None:
         assert move.norm() > 0 and error <= 1e-4, f"the update of {name} is {error:.1e} off"
 
 
-def seven_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
+def few_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
     """A mixture with 3 chunks on one rank and 7 on the other has the untiled losses. It gathers no more bytes, and
     holds no more whole parameters at once."""
     STRATEGIES.update(WRAPPED)
@@ -191,7 +191,7 @@ def seven_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
         note = partial(lambda whole, model, *_: whole.append(whole_parameters(model)), whole, model)
         for module in nn.ModuleList(layers_of(model)).modules():
             module.register_forward_pre_hook(note)
-        for step in range(7):
+        for step in range(6):
             torch.manual_seed(2 * step + rank)
             with Gathered() as bytes_:
                 loss = wrapped(**batch_of(1, (30, 70)[rank])).loss

@@ -138,7 +138,7 @@ ZERO = {
 }
 CASES = TORCH | ZERO
 TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")
-EVERY_DAY = ("ddp", "fsdp2 mixed parts", "fsdp2 sp peft", "fsdp1 parts", "zero2", "zero3 weights of another")
+EVERY_DAY = ("ddp", "fsdp2 mixed parts", "fsdp2 sp peft", "zero3 weights of another")
 """In addition to those above."""
 
 

@@ -67,7 +67,7 @@ STEPS = [(pool_of(name), name) for name in ("zero3", "zero3, none ahead", "fsdp2
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("pool", "strategy"), STEPS, indirect=["pool"])
 def test_steps_of_3_and_7_chunks(pool: Pool, strategy: str, layer: bool, reentrant: bool | None) -> None:
-    pool.run(chunked.seven_steps, strategy, layer, reentrant)
+    pool.run(chunked.few_steps, strategy, layer, reentrant)
 
 
 @pytest.mark.dist

@@ -29,7 +29,7 @@ from support.tiny import (
 from support.training import halved, update, with_lora
 
 # Tokens of each rank's sequences, and of a chunk: both ranks tiled, one rank, the other rank. The interpreter is slow.
-LENGTHS, CHUNK = (((17, 9), (9, 17)), 10) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
+LENGTHS, CHUNK = (((11, 7), (7, 11)), 7) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
 LAYERS = 1 if interpreted() else 2
 KINDS = {"plain": None, "ckpt": False, "reentrant": True}
 

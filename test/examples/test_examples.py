@@ -169,6 +169,7 @@ def test_ranks_train_as_one_untiled_process_does(name: str, directory: str) -> N
     assert (theirs["mlps"], theirs["ranks"], ours["mlps"], ours["ranks"]) == (0, 1, 2, 2)
 
 
+@pytest.mark.full("5 s; test/sp trains by GRPO over ranks too")
 @pytest.mark.dist
 def test_grpo_over_ranks(directory: str) -> None:
     """Completions of one prompt with different rewards; all ranks hold the same weights after the last step."""

@@ -25,7 +25,7 @@ from support.trl_trainers import LENGTHS, token_documents, tokenizer, words
 trl = pytest.importorskip("trl")
 utils = pytest.importorskip("trl.trainer.utils")
 datasets = pytest.importorskip("datasets")
-EVERY_DAY = ("llama-sft", "llama-sft-packed", "llama-grpo", "llama-distillation", "gemma2-dpo")
+EVERY_DAY = ("llama-sft-packed", "llama-grpo", "gemma2-dpo")
 CLOCKS = ("runtime", "per_second", "step_time", "learning_rate", "epoch", "num_input")
 
 

@@ -192,7 +192,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "whole_model": [Case("llama", 32 * K, SMOLLM2, a | b) for a in ({}, HOST) for b in ({}, LIGER)],
     "accumulated": [  # gradients of an earlier batch exist from the forward on
-        llama_daily(2 * K, **ACCUMULATE),
+        llama(2 * K, **ACCUMULATE),
         llama_daily(8 * K, **ACCUMULATE, tiles=()),
         llama(40 * K, **ACCUMULATE),
         llama(8 * K, **ACCUMULATE, gpus=8),
@@ -216,7 +216,7 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 32_000, 30_000),
         sharing(4, 12 * K, 2 * K),
         sharing(4, 12 * K, 2 * K, widths={}),
-        sharing(8, 5 * K, 4 * K, {"tiles": ()}, widths=TWO, daily=True),
+        sharing(8, 5 * K, 4 * K, {"tiles": ()}, widths=TWO),
         sharing(8, 10 * K, 8 * K, {"tiles": ("loss",)}),
         sharing(4, 40 * K, 32 * K, HOST, LIGER),
         sharing(8, 10 * K, 8 * K, LORA, limit=0.09),  # the plan is too high

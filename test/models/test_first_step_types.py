@@ -70,7 +70,6 @@ def below_the_head(model: PreTrainedModel, autocast: torch.dtype | None) -> None
 
 
 EVERY_DAY = ("gpt2-float32", "bart-float16", "gpt_oss-bfloat16", "olmo2-autocast float16")
-EVERY_DAY += ("deepseek_v3-autocast bfloat16",)
 
 
 @pytest.mark.full("of each type and precision, a second each", but=EVERY_DAY)

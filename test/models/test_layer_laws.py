@@ -125,6 +125,7 @@ def test_groups_share_what_the_norm_returns(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(normed) == TOKENS * model.config.num_hidden_layers
 
 
+@pytest.mark.full("of four cases", but=every_value)
 @pytest.mark.parametrize("reentrant", [None, False])
 @in_groups
 def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | None, monkeypatch) -> None:

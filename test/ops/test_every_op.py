@@ -228,7 +228,7 @@ BREAKS = {  # why a graph breaks; the other ops give one graph
     ),
     **{name: f"seqtile.{name}" for name in OTHERS},
 }
-DAILY = ("loss", "losses of all tokens", "metrics", "summed", *OTHERS)
+DAILY = ("loss", "metrics", *OTHERS)
 
 
 @pytest.mark.full("a second and more of compiler each", but=DAILY)

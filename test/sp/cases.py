@@ -84,11 +84,11 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
     """Returns which cases run every day on this many ranks. On one rank two; of the product of heads and kinds a
-    sixteenth on two ranks and half as many on four; of the others an eighth on two."""
+    sixteenth on two ranks and a quarter as many on four; of the others an eighth on two."""
     if count == 1:
         return cases[:: 8 * len(HEADS) - 6]
     times = Counter(heads for heads, *_ in cases)
-    periods = [len(KINDS) * count if times[heads] > 1 else 8 for heads, *_ in cases]
+    periods = [len(KINDS) * count**2 // 2 if times[heads] > 1 else 8 for heads, *_ in cases]
     found = [(i + i // len(KINDS)) % period == (count > 2) * 13 % period for i, period in enumerate(periods)]
     is_rare = [count > 2 and times[heads] == 1 for heads, *_ in cases]
     return [case for case, is_run, rare in zip(cases, found, is_rare, strict=True) if is_run and not rare]

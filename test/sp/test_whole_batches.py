@@ -14,7 +14,7 @@ from support.choice import every_value
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-EVERY_DAY = ("1-gqa*-plain", "2-gqa 4/2-pa*, window", "4-few*-packed, window", "4-flex*-packed, window")
+EVERY_DAY = ("1-gqa*-plain", "2-gqa 4/2-pa*, window", "4-flex*-packed, window")
 
 
 @pytest.mark.full("below the cut all is as in test_attention", but=EVERY_DAY)

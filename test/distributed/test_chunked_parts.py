@@ -62,7 +62,7 @@ STEPS = [(pool_of(name), name) for name in ("zero3", "zero3, none ahead", "fsdp2
 
 
 @pytest.mark.dist
-@pytest.mark.full("4 s each", but=("*-fsdp2-True-False", "*-parts-False-None"))
+@pytest.mark.full("4 s each", but=("*-zero3-True-False", "*ahead-False-None", "*-parts-True-None"))
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("pool", "strategy"), STEPS, indirect=["pool"])

@@ -139,7 +139,7 @@ MUTANTS = (
         "SequenceParallelTrainerMixin._generate",
         "return found[0]",
         "return super()._generate(*args, **kwargs)",
-        select="trl and rloo",
+        select="trl and grpo",
     ),
     Mutant(
         "trainer: one that sees some of the ranks trains",

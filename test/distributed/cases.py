@@ -98,9 +98,8 @@ RARE = ("fsdp2_group", "fsdp2_keep", "fsdp2_mixed", "fsdp2_projection", "zero2_o
 def cases() -> Iterator[tuple[Case, bool]]:
     """Yields all cases, and whether each runs every day. Of the matrix without Liger the fewest cases with every
     parallelism (ZeRO-3 is among the variants), adapter and checkpointing; in Triton's interpreter Liger on the classes,
-    and in both orders on the model. Of whole layers one way per parallelism but ZeRO-1 and
-    ZeRO-3, of which the families have a case; of the families one case under
-    each parallelism."""
+    and in both orders on the model. Of whole layers one way per parallelism but ZeRO-1 and ZeRO-3; of the families one
+    case under each parallelism, ZeRO-3 with whole layers."""
     found = sorted(matrix(), key=lambda case: case.liger != "none")
     plain = [case for case in found if case.liger == "none"]
     every_day = covering([{case.strategy, case.adapter, case.checkpointing} - {"zero3"} for case in plain])

@@ -245,7 +245,11 @@ REFUSED = [
     ({"down_weight": torch.randn(M, D)}, ValueError, r"down_weight has shape \[130, 48\], expected \[D, M\]"),
     ({"chunk_tokens": 0}, ValueError, "chunk_tokens"),
     ({"gate_bias": torch.randn(M + 1)}, ValueError, r"gate_bias has shape \[131\]"),
-    ({"down_bias": torch.randn(M)}, ValueError, r"down_bias has shape \[130\], expected one number a row of down_w"),
+    (
+        {"down_bias": torch.randn(M)},
+        ValueError,
+        r"down_bias has shape \[130\], expected one number a row of down_weight",
+    ),
     ({"up_lora": LowRank(A, torch.randn(M, R + 1), 1.0)}, ValueError, r"up_lora.b has shape \[130, 5\]"),
     ({"up_lora": LowRank(torch.randn(R, M), B, 1.0)}, ValueError, r"up_lora.a has shape \[4, 130\]"),
     ({"up_lora": LowRank(A.to(torch.int8), B, 1.0)}, ValueError, "up_lora.a is torch.int8"),

@@ -271,7 +271,11 @@ def bad(**changes: object) -> dict:
         (bad(target=torch.full((63,), -1)), ValueError, "target holds -1"),
         (bad(target=torch.zeros(62, dtype=torch.int64)), ValueError, r"target has shape \[62\], expected"),
         (bad(target=torch.zeros(63, dtype=torch.int64, device="meta")), ValueError, "target is on meta"),
-        (bad(hidden=torch.randn(63, D + 1)), ValueError, r"weight has shape \[1000, 64\], expected .* with D = 65"),
+        (
+            bad(hidden=torch.randn(63, D + 1)),
+            ValueError,
+            r"weight has shape \[1000, 64\], expected \[V, D\] with D = 65",
+        ),
         (bad(hidden=torch.randn(63, D, dtype=torch.bfloat16)), TypeError, "cast one of them, or use torch.autocast"),
         (bad(hidden=torch.randn(63, D, dtype=torch.float64)), TypeError, "hidden is torch.float64, expected one of"),
         (bad(hidden=torch.randn(0, D), target=torch.zeros(0, dtype=torch.int64)), ValueError, "an empty sequence"),

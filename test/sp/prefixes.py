@@ -43,6 +43,15 @@ def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, lef
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def padded_right(batch: Batch) -> Batch:
+    """The same rows with the padding on the left moved to the right."""
+    shifts = [int(mask.long().argmax()) for mask in batch["attention_mask"]]
+    return {
+        name: torch.stack([row.roll(-shift) for row, shift in zip(value, shifts, strict=True)])
+        for name, value in batch.items()
+    }
+
+
 def tokens_of(batch: Batch) -> set[tuple[int, ...]]:
     """Returns the trie of the rows: for each node the tokens up to it, and their start."""
     found = set()

@@ -95,7 +95,8 @@ def test_all_parts(model_type: str, reentrant: bool | None) -> None:
 def test_lora(model_type: str, when: str) -> None:
     base = small_of(model_type)
     tiled_base = tiled_copy(base) if when == "before" else copy.deepcopy(base)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    kind = {"task_type": "CAUSAL_LM", "fan_in_fan_out": model_type == "gpt2"}
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **kind)
     torch.manual_seed(3)
     model = get_peft_model(base, config)
     tiled = get_peft_model(tiled_base, config)

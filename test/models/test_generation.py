@@ -80,7 +80,7 @@ def peak_of_prefill(arch: str, layer: bool | None, tokens: int) -> float:
         config = AutoConfig.for_model(arch, **width, max_position_embeddings=tokens)
         model: nn.Module = AutoModelForCausalLM.from_config(config).eval()
         if layer is not None:
-            seqtile.apply_seqtile(model, layer=layer, chunk_tokens=512)
+            seqtile.apply_seqtile(model, layer=layer, chunk_tokens=256)
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with LiveBytes() as memory:
             model(input_ids=ids, past_key_values=DynamicCache(config=config), logits_to_keep=1)

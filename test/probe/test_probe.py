@@ -165,6 +165,7 @@ def test_by_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "cut_by_hand", lambda batch: truth(batch, "eager")[0] / 2)
     assert Case("label", "it", "torch", ranks.cut_before_the_shift).run().verdict == "wrong"
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
     assert Case("accumulation", "it", "accelerate", alone.accelerate_accumulates).run().verdict == "by contract"
     backward = accelerate.Accelerator.backward
     monkeypatch.setattr(accelerate.Accelerator, "backward", lambda self, loss: backward(self, 2 * loss))

@@ -11,6 +11,7 @@ from torch import nn
 from seqtile import integrations, memory, models, modules, offload, sp
 from seqtile.evaluation import evaluate
 from seqtile.fitting import fit
+from seqtile.kernels.dispatch import use_triton
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear import LowRank
@@ -58,6 +59,7 @@ __all__ = [
     "sp",
     "status",
     "tiled",
+    "use_triton",
 ]
 
 __version__: str

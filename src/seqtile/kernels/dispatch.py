@@ -1,10 +1,15 @@
 """Chooses between Triton and PyTorch.
 
-The Triton kernels run on a GPU's tensors, the eager versions on all others. There are two exceptions: without Triton,
-the eager versions run on every device; and in Triton's interpreter (`TRITON_INTERPRET=1`) the kernels also run on CPU
-tensors, so that tests need no GPU.
+The Triton kernels run on a GPU's tensors, the eager versions on all others. There are two exceptions: without Triton
+and after `use_triton(False)`, the eager versions run on every device; and in Triton's interpreter
+(`TRITON_INTERPRET=1`) the kernels also run on CPU tensors, so that tests need no GPU.
+
+The eager versions compute in blocks of rows: of 1 MiB on a CPU, of 32 MiB on a GPU.
 """
 
+import sys
+from subprocess import CalledProcessError
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -32,23 +37,61 @@ else:
     """The module of each kernel."""
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # gelu_tanh: Hugging Face's gelu_pytorch_tanh
+BUILDERS = ("triton.runtime.build", "triton.runtime.driver")
+"""Triton's modules that build, with a C compiler, what launches kernels, and that look for a GPU's driver."""
+
+_triton_wanted = True
+
+
+def use_triton(wanted: bool) -> None:
+    """Chooses what computes on a GPU: Triton kernels, as by default (True), or plain PyTorch (False).
+
+    False is for a GPU on which Triton cannot launch, for want of a C compiler, Python's headers or a driver that it
+    finds, and to compare. It holds for the whole process, from the next kernel on, and changes nothing on a CPU.
+
+    PyTorch computes the same up to rounding, slower and with more memory: outside the matrix products it reads and
+    writes 6 to 27 times as many bytes as the kernels do (counted, not timed on a GPU), and it takes up to 0.6 GiB more,
+    at any length.
+    """
+    global _triton_wanted
+    _triton_wanted = wanted
 
 
 def triton_serves(tensor: torch.Tensor) -> bool:
     """Returns whether the Triton kernels, rather than the eager versions, run on `tensor`."""
-    return triton is not None and (tensor.is_cuda or (triton.knobs.runtime.interpret and not tensor.is_meta))
+    if triton is None or not _triton_wanted:
+        return False
+    return tensor.is_cuda or (triton.knobs.runtime.interpret and not tensor.is_meta)
 
 
 def run(name: str, tensor: torch.Tensor, *args: Any) -> None:
     """Runs the kernel `name`, or its eager version, on the tensor's device. In a simulation (FakeTensor) it does
-    nothing."""
-    if not isinstance(tensor, FakeTensor):
-        function = getattr(PROGRAMS[name] if triton_serves(tensor) else eager, name)
+    nothing. Raises OSError, with the remedy, if Triton cannot build what launches kernels."""
+    if isinstance(tensor, FakeTensor):
+        return
+    function = getattr(PROGRAMS[name] if triton_serves(tensor) else eager, name)
+    try:
         if tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device_of(tensor):  # Triton launches on the current device
                 function(tensor, *args)
         else:
             function(tensor, *args)
+    except Exception as error:
+        if any(frame.f_globals.get("__name__") in BUILDERS for frame, _ in walk_tb(error.__traceback__)):
+            raise OSError(_cannot_launch(error)) from error
+        raise
+
+
+def _cannot_launch(error: Exception) -> str:
+    of_compiler = isinstance(error, CalledProcessError)
+    reason = f"{error.cmd[0]} failed, and has said why on stderr" if of_compiler else str(error).rstrip(".")
+    major, minor = sys.version_info[:2]
+    return (
+        f"Triton cannot launch kernels on this machine: {reason}. It builds its launcher with a C compiler, Python's "
+        "headers (Python.h) and the GPU's driver (libcuda.so.1), and keeps it in a folder (TRITON_CACHE_DIR). Install "
+        f"what is missing, on Debian and Ubuntu `apt-get install gcc python{major}.{minor}-dev`; or call "
+        "seqtile.use_triton(False) first: PyTorch then computes instead, slower"
+    )
 
 
 def cross_entropy_(
@@ -74,7 +117,7 @@ def cross_entropy_(
         vectors: the fields of `RowVectors`.
 
     Vectors are contiguous. Moves C * V elements (3 * C * V with the gradient); allocates nothing (the eager version:
-    some blocks of rows of 1 MiB).
+    some blocks of rows).
     """
     opaque = torch.compiler.is_compiling() or isinstance(logits, FakeTensor) or logits.is_meta
     call = torch.ops.seqtile.cross_entropy_ if opaque else _cross_entropy_
@@ -127,7 +170,7 @@ def divergence_(
         write: whether to write the student's gradient, and the teacher's.
 
     Vectors are contiguous. Reads 6 * C * V elements with gradients, 4 without, and writes the requested values.
-    Allocates nothing (the eager version: some blocks of rows of 1 MiB).
+    Allocates nothing (the eager version: some blocks of rows).
     """
     run("divergence_", student, teacher, losses, beta, options, biases, entropy, row_scale, write)
 
@@ -139,7 +182,7 @@ def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> 
         gate, up: [C, M] of one dtype, last dimension contiguous. `gate` is **destroyed**.
         activation: one of `ACTIVATIONS`.
 
-    Moves 3 * C * M elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
+    Moves 3 * C * M elements, allocates nothing on a GPU (the eager version: some blocks of rows).
     """
     run("gated_activation_", gate, up, activation)
     return gate
@@ -153,7 +196,7 @@ def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: 
             `gate` holds d_gate, `up` holds d_up, and `d_product` holds the product act(gate) * up.
         activation: one of `ACTIVATIONS`.
 
-    Moves 6 * C * M elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
+    Moves 6 * C * M elements, allocates nothing on a GPU (the eager version: some blocks of rows).
     """
     run("gated_activation_backward_", gate, up, d_product, activation)
 
@@ -166,7 +209,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
             be `x`, and may have another dtype.
         weight: [W], contiguous, any of the three dtypes.
 
-    Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
+    Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager version: some blocks of rows).
     """
     run("rms_norm", x, weight, eps, out)
     return out
@@ -191,7 +234,7 @@ def rms_norm_backward(
         d_weight: [W] float32; the gradient of the weight is **added** to it.
 
     Moves 3 * C * H * W elements, 4 with `add`. For the weight's gradient allocates a few hundred rows of W float32 (the
-    eager version: some blocks of rows of 1 MiB).
+    eager version: some blocks of rows).
     """
     assert add is None or (add.shape == x.shape and x.ndim == 2)
     run("rms_norm_backward", x, weight, eps, d_y, out, add, d_weight)
@@ -205,7 +248,7 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: 
         x: [C, H, K], K even, last dimension contiguous. **Destroyed**, and returned.
         cos, sin: [C, K], last dimension contiguous; any of the three dtypes.
 
-    Moves 2 * C * H * K elements, allocates nothing on a GPU (the eager version: some blocks of rows of 1 MiB).
+    Moves 2 * C * H * K elements, allocates nothing on a GPU (the eager version: some blocks of rows).
     """
     run("rotary_", x, cos, sin, backward)
     return x

@@ -1,4 +1,4 @@
-"""The kernels in plain PyTorch, for CPUs and for machines without Triton.
+"""The kernels in plain PyTorch, for CPUs, for machines without Triton and for `use_triton(False)`.
 
 `dispatch.py` documents each function under the same name.
 """
@@ -11,6 +11,7 @@ import torch
 from seqtile.kernels import LossOptions, RowVectors
 
 BLOCK_BYTES = 2**20  # a float32 copy of some rows, small enough for a core's cache
+BLOCK_BYTES_ON_GPU = 2**25  # so large that an operation on it takes longer than its launch
 
 
 def cross_entropy_(
@@ -111,7 +112,7 @@ def divergence_(
 
 
 def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, BLOCK_BYTES // (4 * rows_of.shape[1:].numel()))
+    rows = max(1, (BLOCK_BYTES_ON_GPU if rows_of.is_cuda else BLOCK_BYTES) // (4 * rows_of.shape[1:].numel()))
     for start in range(0, len(rows_of), rows):
         yield slice(start, start + rows)
 

@@ -149,6 +149,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     tokens = batch.shape.numel()
     try:
         tiled = run(tiled=placed)
+    except OSError:  # no part's fault: Triton cannot launch on this machine, and says why
+        raise
     except Exception:
         logger.error(
             f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "

@@ -1,6 +1,7 @@
 """The machine that is measured: its clock, its memory, its two ceilings, what it is."""
 
 import gc
+import os
 import platform
 import statistics
 import subprocess
@@ -11,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from seqtile.memory.measure import LiveBytes
 
@@ -27,6 +29,9 @@ PACKAGES = (
     "cut-cross-entropy",
     "quack-kernels",
 )
+CHOOSING = ("CUBLAS", "CUDA_", "CUDNN_", "NVIDIA_TF32", "PYTORCH_", "TORCH", "TRITON_")
+"""How the environment variables begin that choose a kernel, an allocator or a device."""
+IMPORTING = 120.0  # seconds that `import torch` may take from a cold disk
 CLOCKS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
@@ -128,9 +133,10 @@ def ceilings() -> dict[str, float]:
     return {"matmul_tflops": 2 * size**3 / products / 1e12, "copy_gbs": 2 * source.nbytes / copies / 1e9}
 
 
-def output(*command: str) -> str | None:
+def output(*command: str, seconds: float = 30.0) -> str | None:
+    """What a command prints; None if it fails, is not there, or takes longer."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -149,7 +155,29 @@ def name() -> str:
     """Asked by another process: one that measures nothing shall hold nothing on a GPU."""
     if DEVICE == "cpu":
         return f"CPU, {torch.get_num_threads()} threads"
-    return output(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())") or "unknown GPU"
+    code = "import torch; print(torch.cuda.get_device_name())"
+    return output(sys.executable, "-c", code, seconds=IMPORTING) or "unknown GPU"
+
+
+def unusable_gpu() -> str | None:
+    """Says which GPU of this machine torch cannot use, why, and what to do; None if there is none."""
+    listed = "" if torch.cuda.is_available() else output("nvidia-smi", "-L") or ""
+    gpus = [line.partition(" (UUID")[0] for line in listed.splitlines() if line.startswith("GPU ")]
+    if not gpus:
+        return None
+    try:
+        torch.cuda.init()
+        why = "torch.cuda.is_available() is False"
+    except (RuntimeError, AssertionError) as error:  # AssertionError: of a build without CUDA
+        why = str(error).rstrip(".")
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return (
+        f"nvidia-smi lists {', '.join(gpus)}, which torch {torch.__version__} cannot use: {why}. It was built for "
+        f"{f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}; the driver is "
+        f"{driver.split()[0] if driver else 'unknown'}, and CUDA 13 needs 580 or newer, CUDA 12 needs 525. Install a "
+        "newer driver, or a torch for this one, such as "
+        "`pip install torch --index-url https://download.pytorch.org/whl/cu126`"
+    )
 
 
 def commit() -> str | None:
@@ -158,13 +186,26 @@ def commit() -> str | None:
     return head and head + "+" * bool(output("git", "status", "--porcelain", "--untracked-files=no"))
 
 
+def sdpa_choice() -> str:
+    """What torch's attention computes with, in training, for a causal bfloat16 call of Llama-8B's heads."""
+    q, k, v = (torch.zeros(1, 32, 1024, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.lower()
+
+
+def choosing() -> dict[str, str]:
+    """The environment variables that choose; none that holds a path."""
+    return {key: value for key, value in sorted(os.environ.items()) if key.startswith(CHOOSING) and "/" not in value}
+
+
 def description() -> dict[str, Any]:
-    """What this process measures on: device, memory in GiB, driver, clocks in MHz, watts, versions."""
+    """What this process measures on: device, memory in GiB, driver, clocks in MHz, watts, versions; what torch's
+    attention computes with, and the environment variables that choose."""
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else name()
     about: dict[str, Any] = {"device": device, "python": platform.python_version(), "versions": versions()}
+    about |= {"sdpa": sdpa_choice(), "cudnn": torch.backends.cudnn.version() or "none", "environment": choosing()}
+    about |= {"cuda": torch.version.cuda or "none", "driver_version": "none"}
     if DEVICE == "cuda":
         about["memory_gib"] = round(torch.cuda.mem_get_info()[1] / 2**30, 1)
-        about["cuda"] = torch.version.cuda
         identity = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
         found = output("nvidia-smi", identity, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
         about |= dict(zip(CLOCKS, found.split(", "), strict=True)) if found else {}

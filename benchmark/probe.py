@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark.device import CLOCKS, DEVICE, Watch, description, output, synchronize
+from benchmark.device import CLOCKS, DEVICE, IMPORTING, Watch, description, output, synchronize
 from benchmark.rows import append
 
 from seqtile.offload.store import Pool, available
@@ -52,7 +52,8 @@ def of_host_memory(size: int = GIB) -> dict[str, float]:
 def expandable_segments() -> str:
     """Whether a process can allocate memory in segments that grow, as `benchmark.run` asks for it."""
     code = "import torch; torch.ones(2**30, dtype=torch.uint8, device='cuda'); print('yes')"
-    return output("env", "PYTORCH_ALLOC_CONF=expandable_segments:True", sys.executable, "-c", code) or "no"
+    command = ("env", "PYTORCH_ALLOC_CONF=expandable_segments:True", sys.executable, "-c", code)
+    return output(*command, seconds=IMPORTING) or "no"
 
 
 def note(part: str, found: dict[str, Any]) -> None:

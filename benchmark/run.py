@@ -117,6 +117,9 @@ def main(
     commit: Annotated[str, typer.Option(help="What is measured, where git cannot say.")] = "",
 ) -> None:
     """Compares seqtile with its peers, on this machine."""
+    why = None if size in ("cpu", *UNHURRIED) else device.unusable_gpu()
+    if why:
+        sys.exit(f"{why}. To measure on the CPU, make bench BENCH=cpu")
     size = size or ("full" if device.DEVICE == "cuda" else "cpu")
     if size not in MINUTES:
         raise typer.BadParameter(f"size: expected one of {', '.join(MINUTES)}; got {size}")

@@ -7,6 +7,7 @@ from mutants_list.mutant import Mutant
 CROSS_ENTROPY = ("kernels/test_cross_entropy.py",)
 ACTIVATION = ("kernels/test_gated_activation.py",)
 NORM = ("kernels/test_rms_norm.py",)
+DISPATCH = ("kernels/test_dispatch.py",)
 ROTARY = ("kernels/test_rotary.py",)
 Program = partial(Mutant, interpreted=True)
 
@@ -120,5 +121,26 @@ MUTANTS = (
         "torch.cat((turned[..., half:], -turned[..., :half]), -1)",
         "torch.cat((-turned[..., half:], turned[..., :half]), -1)",
         ROTARY,
+    ),
+    Mutant(
+        "use_triton(False) is not read",
+        "triton_serves",
+        "triton is None or not _triton_wanted",
+        "triton is None",
+        DISPATCH,
+    ),
+    Mutant(
+        "what Triton lacks to build its launcher is not told from other errors",
+        "run",
+        'frame.f_globals.get("__name__") in BUILDERS',
+        "False",
+        DISPATCH,
+    ),
+    Mutant(
+        "first step: what Triton lacks is blamed on a part",
+        "_outcome",
+        "except OSError:",
+        "except ZeroDivisionError:",
+        DISPATCH,
     ),
 )

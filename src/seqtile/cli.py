@@ -6,8 +6,10 @@ import logging
 import os
 import platform
 import re
+import shutil
 import signal
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from seqtile.recipes import CheckOptions, EvaluateOptions, Job
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
+SDPA = ("flash", "mem_efficient", "math", "cudnn")  # torch's switches of what sdpa may use
 OTHERS = ("accelerate", "peft", "trl", "deepspeed", "liger-kernel", "flash-attn", "datasets", "safetensors", "typer")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -226,7 +229,7 @@ def env() -> None:
     """Prints the machine and the versions of all relevant packages as a Markdown list, for a bug report."""
     installed = {str(package.name).lower().replace("_", "-"): package.version for package in distributions()}
     found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform(), "CPU": cpu()}
-    found |= gpus() | {name: installed.get(name, "not installed") for name in NEEDED}
+    found |= gpus() | {"C compiler": compiler()} | {name: installed.get(name, "not installed") for name in NEEDED}
     found["also installed"] = ", ".join(f"{name} {installed[name]}" for name in OTHERS if name in installed) or "none"
     found["not installed"] = ", ".join(name for name in OTHERS if name not in installed) or "none"
     for name, about in found.items():
@@ -241,8 +244,15 @@ def cpu() -> str:
     return f"{name}, {os.cpu_count()} cores" + (f", {memory / 2**30:.0f} GiB" if memory else "")
 
 
+def compiler() -> str:
+    """Returns what Triton builds its launcher with."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return f"{found}, {'with' if header.exists() else 'without'} Python.h"
+
+
 def gpus() -> dict[str, str]:
-    """Returns the GPUs that torch sees, and the CUDA and the driver that it sees them by."""
+    """Returns the GPUs that torch sees, the CUDA and the driver behind them, and what its attention may use."""
     try:
         import torch
         from torch.utils import collect_env
@@ -252,7 +262,14 @@ def gpus() -> dict[str, str]:
     names = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}" for gpu in seen)
     driver = collect_env.get_nvidia_driver_version(collect_env.run) or "none"
     cuda = f"{torch.version.cuda or 'none'} in torch, driver {driver}"
-    return {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
+    found = {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
+    switches = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDPA}
+    found["sdpa"] = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items())
+    try:
+        found["cuDNN"] = str(torch.backends.cudnn.version() or "none")
+    except RuntimeError as error:  # it is not the one that torch was built for
+        found["cuDNN"] = f"unknown: {error}"
+    return found
 
 
 def main() -> None:

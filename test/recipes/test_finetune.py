@@ -323,10 +323,25 @@ def test_running_out_of_memory_is_told_from_a_mistake() -> None:
 def test_env_fits_into_a_bug_report() -> None:
     result = CliRunner().invoke(app, ["env"])
     lines = result.output.splitlines()
-    assert result.exit_code == 0 and all(re.match(r"- [\w ]+: \S", line) for line in lines) and 10 <= len(lines) <= 12
+    assert result.exit_code == 0 and all(re.match(r"- [\w ]+: \S", line) for line in lines) and 13 <= len(lines) <= 15
     assert f"- torch: {torch.__version__}" in lines and f"- Python: {sys.version.split()[0]}" in lines
     assert ("- GPU: none" in lines) != torch.cuda.is_available()
     assert sum(f"{package}" in result.output for package in ("flash-attn", "accelerate", "deepspeed")) == 3
+
+
+def test_env_says_what_chooses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switches of torch's attention, cuDNN, and the compiler that Triton needs."""
+    monkeypatch.setenv("CC", "/usr/bin/my-cc")
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    lines = CliRunner().invoke(app, ["env"]).output.splitlines()
+    assert {"- sdpa: flash on, mem_efficient on, math on, cudnn off", "- cuDNN: 91900"} < set(lines)
+    assert any(re.fullmatch("- C compiler: /usr/bin/my-cc, with(out)? Python.h", line) for line in lines)
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    output = CliRunner().invoke(app, ["env"]).output
+    assert "- cuDNN: none" in output and "- C compiler: none, with" in output
 
 
 def test_env_where_torch_cannot_be_imported() -> None:

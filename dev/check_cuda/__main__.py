@@ -61,6 +61,7 @@ def pretended() -> ExitStack:
         (torch.cuda, "is_initialized", lambda: True),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "current_device", lambda: 0),
+        (torch._C, "_cuda_getDevice", lambda: 0),
         (torch.cuda, "device_of", lambda tensor: nullcontext()),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "is_bf16_supported", lambda *args, **options: True),

@@ -94,17 +94,22 @@ def _takes_mask(call: Call) -> bool:
 
 
 def copies(kernel: str, call: Call) -> list[str]:
-    """Returns what a kernel would copy before it starts, or read at an address that it cannot read."""
+    """Returns what a kernel that takes a call would copy first, or read at an address that it cannot read."""
     found = []
     for name, operand in call.operands.items():
         if not is_aligned(operand):
             found.append(f"{name} {list(operand.shape)} with strides {operand.stride()} is not aligned to 16 bytes")
     if kernel == "flash" and call.query.shape[3] % 8:
         found.append(f"queries, keys and values of head width {call.query.shape[3]} are padded")
-    mask = call.mask
-    if mask is not None and mask.numel() > MASK_ELEMENTS and (mask.dtype == torch.bool or not is_aligned(mask, 8)):
-        found.append(f"a mask of {mask.numel()} elements is copied")
     return found
+
+
+def mask_copies(call: Call) -> list[str]:
+    """Returns the large copies that torch makes of a mask for any kernel."""
+    mask = call.mask
+    if mask is None or mask.numel() <= MASK_ELEMENTS or (mask.dtype == call.query.dtype and is_aligned(mask, 8)):
+        return []
+    return [f"a mask {list(mask.shape)} of {mask.dtype} is copied"]
 
 
 def is_aligned(tensor: torch.Tensor, elements: int | None = None) -> bool:

@@ -1,18 +1,19 @@
 """What a GPU would refuse, copy or wait for, of every operation that reaches the dispatcher."""
 
+import math
 from collections import Counter
 
 import torch
+from dev.check_cuda.attention import HALF, ORDER, Call, copies, lies_alike, mask_copies, refusals
 from torch.nn.attention.bias import CausalBias
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
-from dev.check_cuda.attention import HALF, ORDER, Call, copies, lies_alike, refusals
 
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
 ONE_WAIT = {"nonzero": 1}  # which tokens are labelled, unless ignore_index is None: README names it
 PLANS = 4
 """cuDNN plans each new shape, which takes it up to a second: a batch may have so many."""
+HOST_BYTES = 2**30  # of one tensor on the host
 ATTENTIONS = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_efficient_attention": "efficient",
@@ -56,6 +57,8 @@ class CudaRules(TorchDispatchMode):
             self._check_attention(name, *args)
         elif name in AND_BACKWARD:
             self._check_backward(name, *args)
+        if name == "_efficient_attention_backward":  # nor this
+            return (*(torch.empty_like(operand) for operand in args[1:4]), args[1].new_empty(()))
         result = func(*args, **kwargs)
         if name == "_scaled_dot_product_flash_attention":  # the simulation's output lies as the queries do
             tokens_first = [result[0].shape[i] for i in (0, 2, 1, 3)]
@@ -87,6 +90,7 @@ class CudaRules(TorchDispatchMode):
         able = tuple(kernel for kernel in ORDER if not why_not[kernel])
         aten = torch.ops.aten
         self.able[able] += 1
+        self.broken.update(f"attention: {fault}" for fault in mask_copies(call))
         if attn_mask is not None and "cudnn" in able:
             self.broken["cuDNN could serve attention with a mask, whose gradient can be NaN"] += 1
         if not able:
@@ -106,6 +110,15 @@ class CudaRules(TorchDispatchMode):
             return aten._scaled_dot_product_cudnn_attention(query, key, value, *options, scale=scale)[0]
         return aten._scaled_dot_product_efficient_attention(query, key, value, *options, scale=scale)[0]
 
+    def causal_bias(self, kind: type[CausalBias], *arguments: int) -> CausalBias:
+        """Like `CausalBias.__new__`, which is given a variant and two lengths, and takes them for the sizes of a
+        float32 tensor on the host."""
+        if arguments and 4 * math.prod(arguments) > HOST_BYTES:
+            gib = 4 * math.prod(arguments) / 2**30
+            self.broken[f"CausalBias of {list(arguments[1:])} asks the host for {gib:.0f} GiB"] += 1
+        with _disable_current_modes():
+            return torch.Tensor.__new__(kind)
+
     def _check_attention(self, name: str, *args: object) -> None:
         query, key, value, mask = *args[:3], None if "flash" in name else args[3]
         if name == "_efficient_attention_forward":  # [B, n, H, K]
@@ -113,7 +126,8 @@ class CudaRules(TorchDispatchMode):
         kernel = ATTENTIONS[name]
         call = Call(query, key, value, mask, gqa=query.shape[1] != key.shape[1])
         self.served[kernel] += 1
-        self.broken.update(f"{kernel} attention: {fault}" for fault in refusals(kernel, call) + copies(kernel, call))
+        faults = refusals(kernel, call) or copies(kernel, call)
+        self.broken.update(f"{kernel} attention: {fault}" for fault in faults)
         if kernel == "cudnn":
             self._plans.add((query.shape, key.shape, value.shape))
 
@@ -156,16 +170,14 @@ def product_faults(name: str, args: tuple, kwargs: dict) -> list[str]:
     if out_dtype != left.dtype and not (out_dtype == torch.float32 and left.dtype in HALF):
         found.append(f"{out_dtype} of {left.dtype}")
     size = (left.shape[0], right.shape[1])
-    if added is not None and added.dtype != out_dtype:
-        found.append(f"into {added.dtype}, of {left.dtype}")
-    if out is not None and out.dtype != out_dtype:
-        found.append(f"written to {out.dtype}, of {left.dtype}")
-    if out is not None and out.shape != size:
-        found.append(f"written to {list(out.shape)}, of {list(size)}")
-    if added is not None and out is not None and added is not out and added.dim() == 2 and kwargs.get("beta", 1):
+    in_place = name == "addmm_" or added is out
+    for tensor, whole in ((added, in_place), (None if in_place else out, True)):
+        if tensor is not None and tensor.dtype != out_dtype:
+            found.append(f"into {tensor.dtype}, of {left.dtype}")
+        if tensor is not None and not (tensor.shape == size if whole else _expands(tensor, size)):
+            found.append(f"into {list(tensor.shape)}, of {list(size)}")
+    if not in_place and out is not None and added is not None and added.dim() == 2 and kwargs.get("beta", 1):
         found.append(f"the sum {list(added.shape)} is copied")
-    if added is not None and (added.shape != size if name == "addmm_" or added is out else not _expands(added, size)):
-        found.append(f"added to {list(added.shape)}, of {list(size)}")
     for tensor in (left, right, out):
         if tensor is not None and tensor.dim() == 2 and not is_matrix(tensor):
             found.append(f"{list(tensor.shape)} with strides {tensor.stride()} is copied")

@@ -248,7 +248,10 @@ CASES: dict[str, Callable[[], None]] = {
     "sp, half a document's queries": sp(((0, 8192),), rank=1, ranks=4, heads=(2, 2)),
     "sp, completions of a prompt": sp(((0, 4000), (4000, 5001), (5001, 6000), (6000, 8192)), (None, 0, 0, 2)),
     "sp, completions of a prompt, float32": sp(((0, 4000), (4000, 8192)), (None, 0), heads=(4, 4), dtype=FP32),
-    "sp, many documents": sp(tuple((1000 * i + i**2, 1000 * (i + 1) + (i + 1) ** 2) for i in range(8))),
+    "sp, documents of a few lengths": sp(((0, 1000), (1000, 2010), (2010, 4000))),
+    "sp, documents of many lengths": sp(
+        ((0, 500), (500, 1300), (1300, 2500), (2500, 4400), (4400, 8192), (8192, 16000))
+    ),
     "sp, 1M tokens over more ranks than heads": sp(((0, 1_000_000),), rank=1, ranks=16, heads=(8, 8)),
     "sp, a window": sp(((0, 5000), (5000, 8192)), window=1024),
 }

@@ -57,7 +57,7 @@ class CudaRules(TorchDispatchMode):
             self._check_attention(name, *args)
         elif name in AND_BACKWARD:
             self._check_backward(name, *args)
-        if name == "_efficient_attention_backward":  # nor this
+        if name == "_efficient_attention_backward":  # nor can it simulate this
             return (*(torch.empty_like(operand) for operand in args[1:4]), args[1].new_empty(()))
         result = func(*args, **kwargs)
         if name == "_scaled_dot_product_flash_attention":  # the simulation's output lies as the queries do

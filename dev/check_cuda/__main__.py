@@ -1,7 +1,11 @@
 """Runs the CUDA branch on fake CUDA tensors, with a torch built for CUDA and no GPU: `make check-cuda`.
 
-Every operation is checked for what cuBLAS refuses or copies and for what makes the host wait; every kernel of ours is
-bound, specialised and compiled for sm_90 as it is launched. Ends with 1 if anything is wrong.
+Every operation is checked for what cuBLAS and torch's attention kernels refuse or copy, and for what makes the host
+wait; every kernel of ours is bound, specialised and compiled for sm_90 as it is launched. First, calls that break each
+rule must be reported. Ends with 1 if anything is wrong.
+
+A case's line also names the kernels that computed attention, and after "sdpa" those that torch could choose for its
+calls of `scaled_dot_product_attention`, its choice first.
 """
 
 import sys
@@ -17,42 +21,28 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "test")]
 
 import torch  # noqa: E402
 from dev.check_cuda.engine import backward, grad  # noqa: E402
-from dev.check_cuda.rules import CudaRules  # noqa: E402
+from dev.check_cuda.rules import CudaRules, can_use_efficient_attention, can_use_flash_attention  # noqa: E402
+from dev.check_cuda.violations import unreported, violations  # noqa: E402
 from torch._subclasses import fake_tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from torch.nn.attention import SDPBackend, bias, sdpa_kernel  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils  # noqa: E402
 
 import seqtile  # noqa: E402
 from kernels.ahead import launches  # noqa: E402
 from seqtile.kernels import dispatch  # noqa: E402
-from seqtile.ops.linear import LowRank  # noqa: E402
+from seqtile.ops.linear import LowRank, WeightGrad  # noqa: E402
+from seqtile.sp.all_to_all import Rows, count, rank_heads, width  # noqa: E402
+from seqtile.sp.backends import LocalAttention, attend  # noqa: E402
+from seqtile.sp.groups import ALONE  # noqa: E402
+from seqtile.sp.layout import Layout  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ONE_WAIT = {"nonzero": 1}  # which tokens are labelled, unless ignore_index is None: README names it
 DEVICE = "cuda"  # "cpu" where a case is tried out without a torch for CUDA
 TOKENS = 9000  # three tiles, the last ragged
 
 
-class Flash(torch.autograd.Function):
-    """What flash attention takes and keeps."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=FP32))
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-def attention(query, key, value, **_: object) -> torch.Tensor:
-    return Flash.apply(query, key, value)
-
-
-def pretended() -> ExitStack:
+def pretended(rules: CudaRules) -> ExitStack:
     """A GPU, as far as torch asks for one before a kernel runs."""
     properties = SimpleNamespace(multi_processor_count=132, name="a fake H100", major=9, minor=0)
     stack = ExitStack()
@@ -61,6 +51,7 @@ def pretended() -> ExitStack:
         (torch.cuda, "is_initialized", lambda: True),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "current_device", lambda: 0),
+        (torch._C, "_cuda_getDevice", lambda: 0),
         (torch.cuda, "device_of", lambda tensor: nullcontext()),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "is_bf16_supported", lambda *args, **options: True),
@@ -69,7 +60,11 @@ def pretended() -> ExitStack:
         (torch.amp.autocast_mode, "amp_definitely_not_available", lambda: False),
         (fake_tensor, "init_gpu_context", lambda device: None),
         (FakeTensorMode, "avoid_device_init", True),
-        (torch.nn.functional, "scaled_dot_product_attention", attention),
+        (torch.nn.functional, "scaled_dot_product_attention", rules.attend),
+        (bias.CausalBias, "__new__", rules.causal_bias),
+        (bias, "can_use_flash_attention", can_use_flash_attention),
+        (bias, "can_use_efficient_attention", can_use_efficient_attention),
+        (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),  # reads them: here is one document
         (torch.autograd, "grad", grad),
         (dispatch, "FakeTensor", ()),  # a simulation would not launch them
     ):
@@ -120,7 +115,7 @@ def mlp(
     cast: torch.dtype | None = None,
     *,
     fused: bool = False,
-    lora: bool = False,
+    rank: int | None = None,
     bias: bool = False,
 ) -> Callable[[], None]:
     def run() -> None:
@@ -128,9 +123,9 @@ def mlp(
         x = cuda(1, TOKENS, size, dtype=dtype)
         shapes = {"gate": (width, size), "up": (width, size), "down": (size, width)}
         options = {f"{name}_bias": cuda(shape[0], dtype=dtype) for name, shape in shapes.items() if bias}
-        if lora:
+        if rank is not None:
             options |= {
-                f"{name}_lora": LowRank(cuda(8, shape[1], dtype=dtype), cuda(shape[0], 8, dtype=dtype), 2.0)
+                f"{name}_lora": LowRank(cuda(rank, shape[1], dtype=dtype), cuda(shape[0], rank, dtype=dtype), 2.0)
                 for name, shape in shapes.items()
             }
         weights = [cuda(*shape, dtype=dtype) for shape in shapes.values()]
@@ -145,7 +140,7 @@ def mlp(
 
 
 def model(
-    arch: str = "llama", *, tokens: int = TOKENS, checkpointing: bool = False, **options: object
+    arch: str = "llama", *, tokens: int = TOKENS, checkpointing: bool = False, cudnn: bool = True, **options: object
 ) -> Callable[[], None]:
     def run() -> None:
         config = AutoConfig.for_model(
@@ -165,9 +160,52 @@ def model(
         if checkpointing:
             made.gradient_checkpointing_enable({"use_reentrant": False})
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=DEVICE)
-        backward(made(input_ids=ids, labels=ids, use_cache=False).loss)
+        with nullcontext() if cudnn else sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            backward(made(input_ids=ids, labels=ids, use_cache=False).loss)
         missing = [name for name, parameter in made.named_parameters() if parameter.grad is None]
         assert not missing, missing[:5]
+
+    return run
+
+
+def sums(rank: int) -> Callable[[], None]:
+    """The sums of a LoRA's gradients, one chunk's, which overwrites what was there, and another's, which is added."""
+
+    def run() -> None:
+        for shape in ((rank, 512), (512, rank)):
+            total = WeightGrad(cuda(*shape))
+            for _ in range(2):
+                total.add(cuda(TOKENS, shape[0]), cuda(TOKENS, shape[1]))
+            assert total.result().shape == shape
+
+    return run
+
+
+def sp(
+    documents: Rows,
+    parents: tuple[int | None, ...] = (),
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    heads: tuple[int, int] = (16, 4),
+    window: int | None = None,
+    dtype: torch.dtype = BF16,
+) -> Callable[[], None]:
+    """The attention of one rank, for its heads and queries of a row of documents. `heads`: of queries, and of keys."""
+
+    def run() -> None:
+        length = documents[-1][1]
+        layout = Layout(ALONE, length, (documents,), "sdpa")
+        layout.parents = parents
+        mine = rank_heads(rank, ranks, *heads, length)
+        module = SimpleNamespace(config=SimpleNamespace(), training=True)
+        attention = LocalAttention(module, layout, mine, window, {"scaling": 0.1, "dropout": 0.0})
+        sizes = ((count(mine.rows), width(mine.q)), (length, width(mine.kv)), (length, width(mine.kv)))
+        qkv = [cuda(1, *size, 128, dtype=dtype) for size in sizes]  # as they come from the all-to-all
+        out = attend(attention, *(x.transpose(1, 2) for x in qkv))
+        assert out.shape == qkv[0].shape
+        backward(out)
+        assert all(x.grad is not None for x in qkv)
 
     return run
 
@@ -194,26 +232,43 @@ CASES: dict[str, Callable[[], None]] = {
     "mlp, float32": mlp(FP32),
     "mlp, autocast": mlp(FP32, BF16),
     "mlp, gate and up in one": mlp(fused=True),
-    "mlp, lora": mlp(lora=True),
-    "mlp, autocast, lora, biases": mlp(FP32, BF16, lora=True, bias=True),
+    "mlp, lora": mlp(rank=8),
+    "mlp, lora of rank 1": mlp(rank=1),
+    "sums of a lora of rank 1": sums(1),
+    "mlp, autocast, lora, biases": mlp(FP32, BF16, rank=8, bias=True),
     "model": model(),
     "model, layer": model(layer=True),
     "model, layer, groups": model(layer=True, head_groups="auto"),
     "qwen3, layer, groups": model("qwen3", layer=True, head_groups="auto"),
     "model, layer, checkpointing": model(layer=True, checkpointing=True),
     "model, layer, groups, checkpointing": model(layer=True, head_groups="auto", checkpointing=True),
+    "model, layer, groups, without cuDNN": model(layer=True, head_groups="auto", cudnn=False),
     "model, layer, groups, 1M tokens": model(layer=True, head_groups="auto", tokens=1_000_000),
+    "sp, a document": sp(((0, 8192),)),
+    "sp, half a document's queries": sp(((0, 8192),), rank=1, ranks=4, heads=(2, 2)),
+    "sp, completions of a prompt": sp(((0, 4000), (4000, 5001), (5001, 6000), (6000, 8192)), (None, 0, 0, 2)),
+    "sp, completions of a prompt, float32": sp(((0, 4000), (4000, 8192)), (None, 0), heads=(4, 4), dtype=FP32),
+    "sp, documents of a few lengths": sp(((0, 1000), (1000, 2010), (2010, 4000))),
+    "sp, documents of many lengths": sp(
+        ((0, 500), (500, 1300), (1300, 2500), (2500, 4400), (4400, 8192), (8192, 16000))
+    ),
+    "sp, 1M tokens over more ranks than heads": sp(((0, 1_000_000),), rank=1, ranks=16, heads=(8, 8)),
+    "sp, a window": sp(((0, 5000), (5000, 8192)), window=1024),
 }
 
 
 def main() -> int:
-    failed = 0
+    with pretended(CudaRules()), FakeTensorMode(allow_non_fake_inputs=True):
+        seen, missed = len(violations(DEVICE)), unreported(DEVICE)
+    print(f"{seen} calls that break a rule, {len(missed)} not reported as such {missed or ''}")
+    failed, launched = len(missed), Counter()
     for name, run in CASES.items():
+        rules = CudaRules()
         with (
-            pretended(),
+            pretended(rules),
             FakeTensorMode(allow_non_fake_inputs=True),
-            launches("sm_90") as launched,
-            CudaRules() as rules,
+            launches("sm_90") as kernels,
+            rules,
         ):
             try:
                 run()
@@ -221,12 +276,14 @@ def main() -> int:
             except Exception as error:
                 why = f"{type(error).__name__}: {str(error)[:300]}"
         seqtile.restore()
-        waits = {key: count for key, count in rules.waits.items() if count > ONE_WAIT.get(key, 0)}
-        wrong = why or dict(rules.broken) or {f"the host waits for {key}": count for key, count in waits.items()}
-        kernels = Counter(kernel.name for kernel in launched)
-        print(f"{name:40} {wrong or 'right'}; {sum(kernels.values())} launches of {len(kernels)} kernels", flush=True)
+        wrong = why or rules.wrong()
+        names = Counter(kernel.name for kernel in kernels)
+        attention = ", ".join(f"{kernel} {times}" for kernel, times in rules.served.items())
+        attention = attention and f"; attention by {attention} (sdpa: {', '.join(map('/'.join, rules.able))})"
+        print(f"{name:40} {wrong or 'right'}; {len(kernels)} launches of {len(names)} kernels{attention}", flush=True)
         failed += bool(wrong)
-    print(f"{len(CASES)} cases, {failed} wrong")
+        launched += names
+    print(f"{len(CASES)} cases, {failed - len(missed)} wrong; {launched.total()} launches of {len(launched)} kernels")
     return int(failed > 0)
 
 

@@ -35,18 +35,24 @@ def backward(out: torch.Tensor) -> None:
 
 
 def grad(
-    outputs: GradientEdge,
-    inputs: Sequence[GradientEdge | torch.Tensor],
-    grad_outputs: torch.Tensor,
+    outputs: torch.Tensor | GradientEdge | Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    grad_outputs: torch.Tensor | Sequence[torch.Tensor],
     *,
     retain_graph: bool = True,
     allow_unused: bool = True,
 ) -> list[torch.Tensor | None]:
     """Like `torch.autograd.grad`, of one output."""
-    edges = [get_gradient_edge(each) if isinstance(each, torch.Tensor) else each for each in inputs]
-    wanted = [(edge.node, edge.output_nr) for edge in edges]
-    found = _walk((outputs.node, outputs.output_nr), grad_outputs, wanted)
+    (output,) = outputs if isinstance(outputs, list | tuple) and not isinstance(outputs, GradientEdge) else [outputs]
+    (gradient,) = grad_outputs if isinstance(grad_outputs, list | tuple) else [grad_outputs]
+    wanted = [_edge(each) for each in inputs]
+    found = _walk(_edge(output), gradient, wanted)
     return [found.get(edge) for edge in wanted]
+
+
+def _edge(of: torch.Tensor | GradientEdge) -> Edge:
+    edge = get_gradient_edge(of) if isinstance(of, torch.Tensor) else of
+    return edge.node, edge.output_nr
 
 
 def _walk(end: Edge, gradient: torch.Tensor, wanted: Sequence[Edge] | None) -> dict[Edge, torch.Tensor]:

@@ -35,7 +35,7 @@ wrong = {name: found for name, found in (("differs", differs(case, batch)), ("sa
 
 from dev.check_cuda import __main__ as check
 check.DEVICE, check.TOKENS = "cpu", 200
-for case in (check.loss(tokens=200, vocab=99, bias=True, class_weight=True), check.mlp(lora=True)):
+for case in (check.loss(tokens=200, vocab=99, bias=True, class_weight=True), check.mlp(rank=8)):
     with check.CudaRules() as rules:
         case()
     wrong |= rules.broken

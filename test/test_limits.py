@@ -27,6 +27,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None
     """Sets which release of a package is installed."""
     found: dict[str, str | None] = {}
     monkeypatch.setattr(limits, "installed", lambda package: found.get(package))
+    monkeypatch.setattr(limits, "limit_of", limits.limit_of.__wrapped__)  # which keeps its answers
     return found.__setitem__
 
 

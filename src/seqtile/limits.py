@@ -50,6 +50,7 @@ def installed(package: str) -> str | None:
         return None
 
 
+@cache
 def limit_of(kernel: str, attention: str) -> tuple[str, str] | None:
     """Returns the releases that are installed and that are needed, as texts, if a kernel of this attention has a defect
     as installed; else None."""

@@ -1,5 +1,7 @@
 """Hugging Face's masks of length x length are announced before they are made, with the reason, and only if made."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import AttentionMaskInterface
@@ -63,9 +65,12 @@ def test_a_mask_is_announced_before_it_is_made(said: list[str], monkeypatch: pyt
     def no_memory(*indices: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    sizes = {"batch_size": 1, "q_length": 64, "kv_length": 80}
+    def make(mask_function: Callable, **given: object) -> torch.Tensor:
+        return mask_function()
+
+    sizes = {"batch_size": 1, "q_length": 64, "kv_length": 80, "device": "cuda:0"}
     with pytest.raises(torch.OutOfMemoryError):
-        WatchedMask("sdpa", sdpa_mask)(**sizes, mask_function=no_memory, allow_is_causal_skip=False)
+        WatchedMask("sdpa", make)(**sizes, mask_function=no_memory)
     assert "keys are cached" in said[0] and "sdpa misreads (64, 80)" in said[0]
 
 

@@ -65,9 +65,15 @@ class WatchedMask:
         return hash(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = kwargs.get("mask_function")
-        if function is None or torch.compiler.is_compiling() or self._bytes(kwargs) <= LARGE:
+        is_told = kwargs.keys() >= {
+            "mask_function",
+            "batch_size",
+            "q_length",
+            "kv_length",
+        }  # as Hugging Face's code does
+        if not is_told or torch.compiler.is_compiling() or self._bytes(kwargs) <= LARGE:
             return self.function(*args, **kwargs)
+        function = kwargs["mask_function"]
 
         def told(*indices: torch.Tensor) -> torch.Tensor:
             self._warn(kwargs)
@@ -79,7 +85,7 @@ class WatchedMask:
         """Returns the size of a mask: of bools, one for all rows if these have the same; of floats for eager."""
         rows = given["batch_size"]
         if self.attention == "eager":
-            rows *= given["dtype"].itemsize
+            rows *= given.get("dtype", torch.float32).itemsize
         elif given.get("attention_mask") is None and given.get("allow_is_causal_skip"):
             rows = 1
         return rows * given["q_length"] * given["kv_length"]
@@ -93,7 +99,7 @@ class WatchedMask:
         said = (
             f"Hugging Face makes attention masks of {queries:,} x {keys:,}, {gib:.2g} GiB, because {why}: {_WHY[why]}"
         )
-        limit = mask_limit(self.attention, queries, keys)
+        limit = mask_limit(self.attention, queries, keys) if "cuda" in str(given.get("device")) else None
         logger.warning(said if limit is None else f"{said}. And {limit}")
 
     def _why(self, given: dict[str, Any]) -> str:

@@ -29,8 +29,9 @@ def attention_warning(attention: str, q: torch.Tensor, mask: object, length: int
         return f"{said}. This call takes another kernel, untested at this size"
     if not q.requires_grad or q.dtype not in (torch.bfloat16, torch.float16):
         return None
+    length = q.shape[2] if length is None else length
     found = flash_limit(attention, q.shape[1], q.shape[3])
-    return found[1] if found is not None and (length or q.shape[2]) >= found[0] else None
+    return found[1] if found is not None and length >= found[0] else None
 
 
 def _takes_efficient(q: torch.Tensor, mask: torch.Tensor) -> bool:

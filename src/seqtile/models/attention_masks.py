@@ -65,13 +65,10 @@ class WatchedMask:
         return hash(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_told = kwargs.keys() >= {
-            "mask_function",
-            "batch_size",
-            "q_length",
-            "kv_length",
-        }  # as Hugging Face's code does
-        if not is_told or torch.compiler.is_compiling() or self._bytes(kwargs) <= LARGE:
+        if torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        is_named = kwargs.keys() >= {"mask_function", "batch_size", "q_length", "kv_length"}  # by Hugging Face's code
+        if not is_named or self._bytes(kwargs) <= LARGE:
             return self.function(*args, **kwargs)
         function = kwargs["mask_function"]
 

@@ -14,29 +14,31 @@ SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
 
 SUBPACKAGES = {  # subpackage -> subpackages that it may import
     "arch": set(),
+    "limits": set(),
     "rules": set(),
     "protocols": set(),
     "renamed": set(),
     "tensor_like": set(),
     "kernels": set(),
-    "ops": {"kernels", "protocols", "rules"},
+    "ops": {"kernels", "limits", "protocols", "rules"},
     "modules": {"ops"},
-    "models": {"arch", "protocols", "renamed", "rules", "tensor_like", "ops", "modules"},
+    "models": {"arch", "limits", "protocols", "renamed", "rules", "tensor_like", "ops", "modules"},
     "offload": {"renamed"},
     "sp": {"protocols", "renamed", "rules", "tensor_like", "ops"},
     "memory": {"arch", "renamed", "rules", "models"},
     "integrations": {"ops", "models", "offload", "fitting", "sp"},
-    "fitting": {"models", "offload", "memory", "renamed"},
+    "fitting": {"models", "offload", "memory", "renamed", "limits"},
     "evaluation": {"models"},
     "recipes": {
-        *("fitting", "evaluation", "arch", "ops", "modules", "models", "offload", "renamed", "sp", "memory", "__init__")
+        *("fitting", "evaluation", "arch", "ops", "modules", "models", "offload", "renamed", "sp", "memory", "limits"),
+        "__init__",
     },
     "probe": {"memory", "sp", "__init__"},
     "cli": {"recipes", "memory", "probe", "__init__"},
     "__init__": {"ops", "modules", "models", "offload", "sp", "memory", "fitting", "evaluation", "integrations"},
 }
 FOREIGN = {  # package -> subpackages that may import it; no one may import an unlisted package
-    "torch": set(SUBPACKAGES) - {"arch", "renamed", "rules"},
+    "torch": set(SUBPACKAGES) - {"arch", "limits", "renamed", "rules"},
     "triton": {"kernels"},
     "filelock": {"offload"},
     "deepspeed": {"recipes", "probe"},

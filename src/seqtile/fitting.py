@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from seqtile.limits import flash_limit
 from seqtile.memory import Formula, Plan, Setup, shape_of
 from seqtile.memory.features import FEATURES, Predictor, with_features
 from seqtile.memory.setup import GIB, NoFormula, setup_of
@@ -94,7 +95,7 @@ def fit(
         predictor: Predictor = formula_of(inner.config)
     except NoFormula as error:
         predictor = _simulation(inner, given, str(error))
-    found = choose(predictor, given, seq_len, batch_size)
+    found = _with_limits(choose(predictor, given, seq_len, batch_size), inner.config._attn_implementation)
     if not dry_run:
         apply_seqtile(inner, **found.options)
         if found.offload:
@@ -104,6 +105,16 @@ def fit(
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(found)
     return found
+
+
+def _with_limits(found: Fit, attention: str) -> Fit:
+    """Adds a note if this attention's backward is wrong at the planned length in the installed releases."""
+    if (plan := found.plan) is None:
+        return found
+    limit = flash_limit(attention, plan.heads_at_once, plan.shape.head_dim)
+    if limit is None or plan.seq_len < limit[0]:
+        return found
+    return replace(found, lines=(*found.lines, f"  note: {limit[1]}"))
 
 
 def gpu_memory_at_hand() -> float:

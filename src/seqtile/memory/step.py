@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seqtile.memory.batch import Batch
-from seqtile.memory.layer import Alive, Layer
+from seqtile.memory.layer import Alive, Layer, planned_groups
 from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
@@ -72,6 +72,12 @@ class Plan:
             too_much = states > self.setup.gpu_memory_gib * GIB
             return f"GPU memory: {'weights and optimizer' if too_much else self.peak.name.split(', ')[0]}"
         return "host memory" if self.host_bytes > self.setup.host_memory_gib * GIB else None
+
+    @property
+    def heads_at_once(self) -> int:
+        """The query heads that attention on a GPU computes at once."""
+        groups = planned_groups(self.shape, self.setup) or 1
+        return -(-self.shape.heads // (groups * self.setup.sequence_parallel))
 
     @property
     def fits(self) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from seqtile.models.attention_masks import check_attention
 from seqtile.models.forms import source_of
 from seqtile.models.further_outputs import call_with_further_outputs, recording
 from seqtile.models.in_chunks import InChunks, call_in_chunks
@@ -116,6 +117,7 @@ def call_layer_in_chunks(
     heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
     if call.cache is not None:
         heads[1:] = call.cache.add(*heads[1:], call.options)
+    check_attention(call.module, heads[0], call.mask)
     attn_output = call.function(call.module, *heads, call.mask, **call.options)[0]
     output, (rest, further) = call_with_further_outputs(
         call.behind_attention, modules, inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens

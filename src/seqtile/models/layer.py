@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
+from seqtile.models.attention_masks import check_attention
 from seqtile.models.find import are_experts, positional_of
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.gathered import gathered, is_sharded
@@ -230,6 +231,7 @@ def _attention(
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
             k, v = cache.update(k, v, attention.layer_idx)
+        check_attention(attention, q, mask)
         return function(attention, q, k, v, mask, **options, **kwargs)[0]
 
     sp_attention = None

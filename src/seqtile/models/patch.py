@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from seqtile.models.attention_masks import watch_masks
 from seqtile.models.first_step import OUTCOME
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
@@ -56,6 +57,7 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
     found, refused = _found(model, options, proof)
     for module, part in found:
         part.check(module, options)
+    watch_masks()
     classes: dict[tuple, type] = {}
     for module, part in found:
         place(module, partial(part.tiled_forward, options), options, classes, part.option)
@@ -104,6 +106,7 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
             found |= dict.fromkeys(_names_of(type(module), cls), part)
     for module_name, name in found:
         check_place(getattr(sys.modules[module_name], name), options)
+    watch_masks()
     patch = _CLASSES.setdefault(model_type, ClassPatch())
     patch.parts |= options.parts
     for (module_name, name), part in found.items():

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from seqtile.limits import flash_limit
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import GIB, NoFormula, setup_of
@@ -135,6 +136,10 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
             "whole layers are planned with their inputs in host memory (column host); "
             "with --only loss,MLP --layer they stay on the GPU"
         )
+    for attention in ("flash_attention_2", "sdpa"):
+        limit = flash_limit(attention, step.heads_at_once, shape.head_dim)
+        if limit is not None and seq_len >= limit[0]:
+            notes.append(limit[1])
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
     return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
 

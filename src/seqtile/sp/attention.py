@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
+from seqtile.ops.attention_limits import attention_warning
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
 from seqtile.sp.backends import SINKS, LocalAttention, Overridden, attend, check
@@ -22,6 +24,7 @@ from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import ALONE, device_of
 from seqtile.sp.layout import LAYOUT, Layout, layout_in
 
+logger = logging.get_logger(__name__)
 NAME = "seqtile_ulysses"
 # Tensor arguments that change no score; any other tensor is refused.
 _HARMLESS = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
@@ -69,7 +72,14 @@ class UlyssesAttention(SequenceParallelAttention):
         return self.qkv.start(d_qkv, to_heads=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.layout.once(("limits", self.window, q.shape[1]), lambda: self._warn_of_limits(q))
         return attend(self.local, q, k, v)
+
+    def _warn_of_limits(self, q: Tensor) -> None:
+        """Warns once if a document is longer than its attention can compute in the installed releases."""
+        longest = max((stop - start for row in self.layout.documents for start, stop in row), default=0)
+        if (said := attention_warning(self.layout.implementation, q, None, longest)) is not None:
+            logger.warning_once(said)
 
     def to_tokens(self, out: Tensor) -> Tensor:
         of_queries = self.layout.all_to_all(self.q_heads, self.kv_heads, (False,))

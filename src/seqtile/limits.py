@@ -1,0 +1,109 @@
+"""What attention kernels compute wrongly in some releases of their package: the lengths, and in which releases.
+
+One table, asked by tiled layers, sequence parallelism, plans, `fit` and `status`. It needs no torch.
+"""
+
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+INT32, UINT32 = 2**31, 2**32
+
+
+class Limit(NamedTuple):
+    """A defect of a kernel, in the releases of a package from `since` on and before `fixed`."""
+
+    kernel: str
+    attention: str
+    """The name by which Hugging Face's models ask for the attention that runs this kernel."""
+    package: str
+    since: tuple[int, int]
+    fixed: tuple[int, int] | None
+    """None if no release is known that has it mended."""
+
+    def holds(self, release: str | None) -> bool:
+        """Returns whether a release has the defect, such as "2.11.0+cu130"; False if the package is not installed."""
+        if release is None:
+            return False
+        number = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+        return self.since <= number and (self.fixed is None or number < self.fixed)
+
+
+LIMITS = (
+    # FlashAttention-2's backward numbers the elements of its sum of dQ, [S, h, K] in float32, by int32.
+    Limit("flash", "sdpa", "torch", (0, 0), (2, 11)),
+    Limit("flash", "flash_attention_2", "flash-attn", (0, 0), (2, 8)),
+    # The forward of torch's efficient attention numbers the elements of a mask [S, S] by uint32.
+    Limit("efficient", "sdpa", "torch", (0, 0), (2, 13)),
+    # cuDNN's backward, which sdpa prefers on these GPUs, computes NaN for some masks.
+    Limit("cudnn", "sdpa", "torch", (2, 11), None),
+)
+
+
+@cache
+def installed(package: str) -> str | None:
+    """Returns the release of a package that is installed; None if it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def limit_of(kernel: str, attention: str) -> tuple[str, str] | None:
+    """Returns the releases that are installed and that are needed, as texts, if a kernel of this attention has a defect
+    as installed; else None."""
+    for limit in LIMITS:
+        release = installed(limit.package)
+        if (limit.kernel, limit.attention) == (kernel, attention) and limit.holds(release):
+            needed = "" if limit.fixed is None else f"{limit.package} {'.'.join(map(str, limit.fixed))} or later"
+            return f"{limit.package} {release}", needed
+    return None
+
+
+def flash_limit(attention: str, heads: int, head_dim: int) -> tuple[int, str] | None:
+    """Returns from how many tokens of a document on flash's backward is wrong, and a sentence that says so; None if it
+    is right as installed.
+
+    Args:
+        attention: Hugging Face's name, such as "sdpa".
+        heads: query heads that are computed at once.
+        head_dim: width of a head, which the kernel pads to a multiple of 32.
+    """
+    if (found := limit_of("flash", attention)) is None:
+        return None
+    release, needed = found
+    tokens = -(-INT32 // (heads * (-(-head_dim // 32) * 32)))
+    return tokens, (
+        f"{attention}: from {tokens:,} tokens in a document on, with {heads} query heads of {head_dim} at once, the "
+        f"backward of FlashAttention in {release} overflows: wrong gradients, or a crash. Compute fewer heads at once "
+        f'(layer=True, head_groups="auto"; seqtile.sp over more GPUs), or install {needed}'
+    )
+
+
+def mask_limit(attention: str, queries: int, keys: int) -> str | None:
+    """Says that torch's efficient attention misreads a mask of queries x keys; None if it does not as installed."""
+    if queries * keys <= UINT32 or (found := limit_of("efficient", attention)) is None:
+        return None
+    release, needed = found
+    return (
+        f"{attention}: a mask of {queries:,} x {keys:,} has more than 2**32 elements, of which the efficient attention "
+        f'of {release} reads the wrong ones. Load with attn_implementation="flash_attention_2", which needs no mask; '
+        f"or pass rows without padding and packing, or install {needed}"
+    )
+
+
+def cudnn_note(attention: str, dtype: str, capability: tuple[int, int] | None) -> str | None:
+    """Says how to avoid NaN in cuDNN's backward under a mask; None if sdpa does not prefer cuDNN.
+
+    `dtype` is that of queries, such as "bfloat16"; `capability` that of the GPU, None without one.
+    """
+    preferred = dtype in ("bfloat16", "float16") and capability in ((9, 0), (10, 0))
+    if not preferred or (found := limit_of("cudnn", attention)) is None:
+        return None
+    return (
+        f"{attention} of {found[0]} prefers cuDNN on this GPU, whose gradients may be NaN under a mask (padded or "
+        "packed rows) of a length that is 64 more than a multiple of 128; "
+        "torch.backends.cuda.enable_cudnn_sdp(False) avoids it"
+    )

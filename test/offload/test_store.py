@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -346,6 +347,8 @@ def test_two_do_not_take_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         found = begun + 10 * step - anonymous()
         if together:
             in_step.wait()
+        else:
+            time.sleep(0.1)
         return found
 
     def take(i: int) -> None:
@@ -373,7 +376,8 @@ def forked(work: Callable[[], bool]) -> bool:
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while other threads run
         child = os.fork()
     if child == 0:
-        signal.alarm(60)  # in place of waiting for a lock forever
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # ends it, in place of waiting for a lock forever
         right = False
         try:
             right = work()
@@ -418,8 +422,9 @@ def test_a_forked_process_leaves_its_parents_blocks_alone(monkeypatch: pytest.Mo
         gc.collect()
         return own == address and ctypes.string_at(own, 1) == b"\7" and not returned and not abandoned
 
-    assert forked(work)
-    pool._lock = RLock()
+    right = forked(work)
+    pool._lock = RLock()  # nobody will release the other
+    assert right
 
 
 @dataclass

@@ -9,7 +9,7 @@ MUTANTS = (
     Mutant(
         "store: a tensor is let go of before its copy is out",
         "Store.settle",
-        "            self.copies.wait(last.out)\n",
+        "                last.copies.wait(last.copied)\n",
         "",
         STORE,
     ),
@@ -57,9 +57,9 @@ MUTANTS = (
     ),
     Mutant(
         "host memory: a forked process unmaps what is its own",
-        "_keep_mappings",
-        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))",
-        "pass",
+        "Mapping.__del__",
+        "if getpid() != self.process:",
+        "if getpid() == 0:",
         STORE,
     ),
     Mutant(

@@ -5,7 +5,7 @@ import mmap
 import os
 import sys
 import tempfile
-import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -20,10 +20,24 @@ _CONTROL_GROUPS = {  # by controller (version 2 has no name): folder, limit, usa
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
-_MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+class Mapping(mmap.mmap):
+    """Memory that only the process has that mapped it. A process that is forked from it keeps its copy of this object
+    forever: to free the object would unmap what the process has since put at that address."""
+
+    process: int
+
+    def __del__(  # its globals may be gone when a process ends
+        self,
+        getpid: Callable[[], int] = os.getpid,
+        keep: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
+        me: Callable[[object], object] = ctypes.py_object,
+    ) -> None:
+        if getpid() != self.process:
+            keep(me(self))
 
 
-def mapped(size: int) -> mmap.mmap | None:
+def mapped(size: int) -> Mapping | None:
     """Returns `size` bytes of new memory, or None if the machine has too little.
 
     Memory that is mapped counts as available until it is written to, so other processes might take the same memory
@@ -32,8 +46,8 @@ def mapped(size: int) -> mmap.mmap | None:
     for each other: one gives up what it has, and the next goes on with that.
     """
     options = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    memory = mmap.mmap(-1, size, **options)
-    _MAPPINGS.add(memory)
+    memory = Mapping(-1, size, **options)
+    memory.process = os.getpid()
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would copy pages that are pinned, all at once
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))
@@ -48,17 +62,6 @@ def mapped(size: int) -> mmap.mmap | None:
                     return None
             torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=step)[:: mmap.PAGESIZE].zero_()
     return memory
-
-
-def _keep_mappings() -> None:
-    """Keeps, in a process that was just forked, the objects of its parent's mappings forever. The process has no memory
-    at their addresses, and to free the objects would unmap what it has put there since."""
-    for memory in _MAPPINGS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_mappings)
 
 
 def host_memory_lock() -> FileLock:

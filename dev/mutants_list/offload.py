@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "store: another device overwrites a block that is still read",
         "Store.put",
-        "            saved.copies.after(self.pool.copied.get(saved.memory.data_ptr()))\n",
+        "            saved.copies.after(self.pool.copied.get(id(saved.memory)))\n",
         "",
         STORE,
     ),

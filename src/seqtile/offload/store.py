@@ -47,7 +47,7 @@ class Pool:
         """Bytes of all blocks, lent and free."""
         self.closed = False
         self.copied: dict[int, Any] = {}
-        """The last copy from or to each block that was given back, by the block's address: an event, or None."""
+        """The last copy from or to each block that was given back, by the id of the block: an event, or None."""
         self._process = os.getpid()
         self._free: list[torch.Tensor] = []
         self._lock = RLock()  # reentrant: garbage collection may run the code that returns a block
@@ -77,7 +77,7 @@ class Pool:
     def give(self, block: torch.Tensor, copied: Any = None) -> None:
         """Takes a block back. `copied`: the last copy from or to it, which need not have ended."""
         with self._lock:
-            self.copied[block.data_ptr()] = copied
+            self.copied[id(block)] = copied
             if self.closed:
                 self._return(block)
             else:
@@ -124,7 +124,7 @@ class Pool:
     def _return(self, block: torch.Tensor) -> None:
         """Unregisters a block after its last copy, and waits for nothing else that the GPU does."""
         self.total -= len(block)
-        copied = self.copied.pop(block.data_ptr(), None)
+        copied = self.copied.pop(id(block), None)
         if copied is not None:
             copied.synchronize()
         self.unregister(block.data_ptr())
@@ -266,7 +266,7 @@ class Store:
             saved.memory, saved.storage = self.pool.take(tensor.nbytes), weakref.ref(storage)
             saved.block = saved.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             saved.copies = self._copies_of(tensor.device)
-            saved.copies.after(self.pool.copied.get(saved.memory.data_ptr()))
+            saved.copies.after(self.pool.copied.get(id(saved.memory)))
             saved.copied = saved.copies.out(saved.source, saved.block)
             self.count += 1
             self._saved[self.count] = self._same[key] = saved

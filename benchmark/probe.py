@@ -15,7 +15,8 @@ import torch
 from benchmark.device import CLOCKS, DEVICE, IMPORTING, Watch, description, output, synchronize
 from benchmark.rows import append
 
-from seqtile.offload.store import Pool, available
+from seqtile.offload.host_memory import available
+from seqtile.offload.store import Pool
 
 GIB = 2**30
 

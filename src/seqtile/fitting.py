@@ -20,7 +20,7 @@ from seqtile.models.patch import unwrapped
 from seqtile.models.quantised import has_4_bits
 from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
-from seqtile.offload.store import available
+from seqtile.offload.host_memory import available
 from seqtile.renamed import enable_checkpointing
 
 

@@ -34,7 +34,7 @@ from seqtile.models import proof
 from seqtile.models.patch import unwrapped
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, install
-from seqtile.offload.store import Store
+from seqtile.offload.store import Copies, Pool, Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
 from support.measure import LiveBytes
@@ -90,34 +90,27 @@ class Simulated(NamedTuple):
     """Bytes of host memory."""
 
 
-class HostMemory:
-    """Replaces a pool: blocks on the meta device, which are not counted."""
+class HostMemory(Pool):
+    """Its blocks are on the meta device, and are not counted."""
 
-    def __init__(self) -> None:
-        self.total = self.free = 0
+    free = 0
 
     def take(self, size: int) -> torch.Tensor:
         self.total += max(0, size - self.free)
         self.free = max(0, self.free - size)
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
-    def give(self, memory: torch.Tensor) -> None:
+    def give(self, memory: torch.Tensor, copied: object = None) -> None:
         self.free += memory.numel()
 
 
-class Copies:
-    """Copies between host memory and the GPU."""
-
-    device = torch.device("cpu")
+class NoCopies(Copies):
+    """Only allocates."""
 
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> None: ...
 
     def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.empty(block.shape, dtype=block.dtype), None
-
-    def wait(self, copied: object) -> None: ...
-
-    def abandon(self, tensor: torch.Tensor) -> None: ...
 
 
 class Sharded(LiveBytes):
@@ -274,7 +267,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         seqtile.share_prefixes(model)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:
-        install(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
+        install(Checkpoints(Store(host, NoCopies(torch.device("cpu")))), causal_lm, setup.keep_last)
     if setup.gpus > 1 and setup.zero_stage == 3:
         for layer in causal_lm.model.layers:
             fully_shard(layer, mesh=mesh)

@@ -4,6 +4,7 @@ layers."""
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -201,7 +202,52 @@ def test_several_inputs_of_a_region_come_back_once() -> None:
         torch.testing.assert_close(x.grad, 2 * shared * (torch.cos(x) * x + torch.sin(x)).detach())
 
 
-def test_what_is_on_another_device_stays_there() -> None:
+class OnSecond(Tensor):
+    """Says that it is on a second GPU."""
+
+    device, is_cuda = torch.device("cpu:1"), True
+
+
+def test_layers_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `device_map` places them. All inputs are offloaded, each by the copies of its device, and start to come back
+    one layer before they are needed, over devices too."""
+    order: list[str] = []
+
+    class By(Copies):
+        def back(self, block: Tensor) -> tuple[Tensor, None]:
+            order.append(f"back to {self.device}")
+            return super().back(block)
+
+    monkeypatch.setattr("seqtile.offload.store.Copies", By)
+    checkpoints, held = Checkpoints(Store(Pool(), By(CPU)), small=0), []
+    inputs = [torch.randn(5) for _ in range(4)]
+    for tensor, device in zip(inputs, (Tensor, Tensor, OnSecond, OnSecond), strict=True):
+        checkpoints.store.begin_region()
+        held.append(checkpoints._put(tensor.as_subclass(device)))
+    checkpoints.store.settle()
+    for i in reversed(range(4)):
+        order.append(f"layer {i}")
+        assert checkpoints.store.take(held[i]).equal(inputs[i])
+    first, second = "back to cpu", "back to cpu:1"
+    assert order == ["layer 3", second, second, "layer 2", first, "layer 1", first, "layer 0"]
+
+
+def test_a_call_with_tensors_on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is offloaded, with the store of the first one's GPU."""
+
+    class OnThird(OnSecond):
+        device = torch.device("cpu:2")
+
+    def shared(device: torch.device) -> Callable[..., tuple[torch.device, Tensor]]:
+        return lambda function, *args: (device, function(*args))
+
+    monkeypatch.setattr("seqtile.offload.checkpointing._shared", shared)
+    x, y = torch.randn(3), torch.randn(3)
+    device, total = offload.checkpoint(lambda a, b: x + y, x.as_subclass(OnSecond), y.as_subclass(OnThird))
+    assert device == OnSecond.device and total.equal(x + y)
+
+
+def test_what_is_not_on_a_gpu_stays_there() -> None:
     pool, copies = Pool(), Copies(CPU)
     copies.device = torch.device("meta")
     x = torch.randn(5, requires_grad=True)

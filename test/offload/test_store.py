@@ -1,13 +1,21 @@
 """A store without a device: tensors that are put can be taken, blocks are reused, and nothing is copied twice or
 lost."""
 
+import ctypes
 import gc
+import mmap
+import os
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, RLock, Thread, get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +23,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqtile.offload.store import KEPT_FREE, Copies, HostMemoryFull, Pool, Store, available
+from seqtile.offload.host_memory import KEPT_FREE, available, host_memory_lock
+from seqtile.offload.store import Copies, HostMemoryFull, Pool, Store
 
 CPU = torch.device("cpu")
+
+
+class Copy(int):
+    """The number of elements that were copied, in place of an event."""
+
+    def synchronize(self) -> None: ...
 
 
 class Counted(Copies):
@@ -27,14 +42,14 @@ class Counted(Copies):
         super().__init__(CPU)
         self.done: list[tuple[str, int]] = []
 
-    def out(self, tensor: torch.Tensor, block: torch.Tensor) -> int:
+    def out(self, tensor: torch.Tensor, block: torch.Tensor) -> Copy:
         self.done.append(("out", tensor.numel()))
         super().out(tensor, block)
-        return tensor.numel()
+        return Copy(tensor.numel())
 
-    def back(self, block: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def back(self, block: torch.Tensor) -> tuple[torch.Tensor, Copy]:
         self.done.append(("back", block.numel()))
-        return super().back(block)[0], block.numel()
+        return super().back(block)[0], Copy(block.numel())
 
     def wait(self, copied: int) -> None:
         self.done.append(("wait", copied))
@@ -214,7 +229,8 @@ def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver pins for the context of this thread's current device, which may be another one."""
+    """A driver pins for the context of this thread's current device, which may be another one; here, for all GPUs. It
+    does not wait for all that the GPU does."""
     current, calls = ["cuda:0"], []
 
     @contextmanager
@@ -224,7 +240,7 @@ def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyP
         current.pop()
 
     def register(address: int, size: int, flags: int) -> int:
-        calls.append(("pin", address, size, current[-1]))
+        calls.append(("pin", address, size, flags, current[-1]))
         return 0
 
     def unregister(address: int) -> int:
@@ -236,13 +252,15 @@ def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "_cudart", driver, raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("wait",)))
     pool = Pool(device=torch.device("cuda:1"))
     block = pool.take(5000)
     pool.give(block)
     pool.close()
     address = block.data_ptr()
-    assert calls == [("pin", address, 5000, "cuda:1"), ("unpin", address, "cuda:1")] and current == ["cuda:0"]
+    portable = 1
+    assert calls == [("pin", address, 5000, portable, "cuda:1"), ("unpin", address, "cuda:1")]
+    assert current == ["cuda:0"]
 
 
 def test_threads() -> None:
@@ -276,11 +294,208 @@ def test_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.reserve(4, 3000)
     assert pool.total == 9000
     assert len(pool.take(2500)) == 3000 and pool.total == 9000
-    rooms = iter([5000, 0, 0])
-    monkeypatch.setattr("seqtile.offload.store.available", lambda: next(rooms))
+    rooms = iter([5000, 5000, 5000, 0, 0])
+    for module in ("store", "host_memory"):
+        monkeypatch.setattr(f"seqtile.offload.{module}.available", lambda: next(rooms))
     pool = Pool()
     pool.reserve(2, 3000)
     assert pool.total == 3000
+
+
+def resident(address: int) -> int:
+    """Bytes of the mapping at an address that are in memory; -1 if nothing is mapped there."""
+    mapping = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")[2]
+    return int(mapping.partition("Rss:")[2].split()[0]) * 1024 if mapping else -1
+
+
+def anonymous() -> int:
+    """Bytes of memory that this process has written to, those of files aside."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="a property of Linux")
+
+
+@LINUX
+def test_blocks_are_registered_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes take and register theirs at the same time, and see this memory as taken: it is resident."""
+    seen = []
+
+    def register(pool: Pool, address: int, size: int) -> None:
+        with host_memory_lock().acquire(timeout=0):
+            seen.append(resident(address))
+
+    monkeypatch.setattr(Pool, "register", register)
+    pool = Pool()
+    pool.take(3 * 2**20)
+    pool.reserve(1, 2**20)
+    assert seen == [3 * 2**20, 2**20]
+
+
+@LINUX
+def test_two_do_not_take_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When both begin, each finds enough. In the middle both find too little: one gives up, the other gets it all."""
+    step, begun, in_step, calls = 2**22, anonymous(), Barrier(2), Counter()
+
+    def available() -> int:
+        """The two look at the same time until neither finds a step more: ten are there, five are taken by each."""
+        calls[get_ident()] += 1
+        together = calls[get_ident()] <= 7
+        if together:
+            in_step.wait()
+        found = begun + 10 * step - anonymous()
+        if together:
+            in_step.wait()
+        else:
+            time.sleep(0.1)
+        return found
+
+    def take(i: int) -> None:
+        try:
+            pools[i].take(7 * step)
+        except HostMemoryFull:
+            full.append(i)
+
+    for module in ("store", "host_memory"):
+        monkeypatch.setattr(f"seqtile.offload.{module}.available", available)
+    monkeypatch.setattr("seqtile.offload.host_memory._STEP", step)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE)  # which would take more than a step
+    pools, full = [Pool(), Pool()], []
+    threads = [Thread(target=take, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(full) == 1 and [pool.total for pool in pools] == [0 if i in full else 7 * step for i in range(2)]
+
+
+def forked(work: Callable[[], bool]) -> bool:
+    """Returns what `work` returns in a child process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while other threads run
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # ends it, in place of waiting for a lock forever
+        right = False
+        try:
+            right = work()
+        finally:
+            os._exit(0 if right else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@LINUX
+def test_a_forked_process_has_no_blocks() -> None:
+    """It would have copies of all pages that are pinned. The parent keeps them."""
+    pool = Pool()
+    block = pool.take(2**20)
+    assert forked(lambda: resident(block.data_ptr()) == -1) and resident(block.data_ptr()) == 2**20
+
+
+@LINUX
+def test_a_forked_process_leaves_its_parents_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may free a store and its pool, which another thread of the parent was using. It unregisters nothing, and what
+    it has mapped at a block's address stays."""
+    pool, abandoned = Driven(), []
+    monkeypatch.setattr(Copies, "abandon", lambda copies, tensor: abandoned.append(tensor))
+    store = Store(pool, Copies(CPU))
+    first, second = store.put(torch.randn(1000)), store.put(torch.randn(1000))
+    address, returned = first.memory.data_ptr(), pool.returned
+    objects = {"pool": pool, "store": store, "lent": second}
+    del first, second, store  # a block is free, and one is lent
+    holder = Thread(target=pool._lock.acquire)
+    holder.start()
+    holder.join()
+
+    def work() -> bool:
+        nonlocal pool
+        libc = ctypes.CDLL(None)
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.mmap.restype = ctypes.c_void_p
+        readable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        own = libc.mmap(address, mmap.PAGESIZE, readable, private, -1, 0)
+        ctypes.memset(own, 7, 1)
+        del pool
+        objects.clear()
+        gc.collect()
+        return own == address and ctypes.string_at(own, 1) == b"\7" and not returned and not abandoned
+
+    right = forked(work)
+    pool._lock = RLock()  # nobody will release the other
+    assert right
+
+
+@dataclass
+class Event:
+    name: str
+    done: list[tuple[str, str]]
+
+    def synchronize(self) -> None:
+        self.done.append(("the host waits for", self.name))
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What streams of copies and the host do: events, and who waits for which."""
+    done: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, device: torch.device):
+            self.device = device
+
+        def record_event(self) -> Event:
+            done.append((f"{self.device} copies", name := f"copy {len(done)}"))
+            return Event(name, done)
+
+        def wait_stream(self, other: "Stream") -> None: ...
+
+        def wait_event(self, event: Event) -> None:
+            done.append((f"{self.device} waits for", event.name))
+
+    computing = SimpleNamespace(wait_event=lambda event: None)
+    module = SimpleNamespace(Stream=Stream, stream=nullcontext, current_stream=lambda device: computing)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return done
+
+
+def test_a_block_is_unregistered_after_its_own_last_copy(
+    done: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When lengths grow, in the middle of a forward: the host waits for nothing else."""
+    monkeypatch.setattr(Pool, "unregister", lambda pool, address: done.append(("unregistered", "")))
+    store = Store(Pool(), Copies(CPU))
+    first, second = store.put(torch.randn(1000)), store.put(torch.randn(1000))
+    store.settle()
+    store.take(first)
+    del first
+    grown = store.put(torch.randn(2000))
+    copies = [("cpu copies", "copy 0"), ("cpu copies", "copy 1"), ("cpu copies", "copy 2")]
+    assert done == [*copies, ("the host waits for", "copy 2"), ("unregistered", ""), ("cpu copies", "copy 5")]
+    del second, grown
+
+
+def test_a_block_goes_to_another_device_after_its_last_copy(done: list[tuple[str, str]]) -> None:
+    """Each device copies on a stream of its own."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cpu:1")
+
+    pool = Pool()
+    store = Store(pool, Copies(CPU))
+    held = store.put(torch.randn(1000))
+    del held
+    tensor = torch.randn(1000)
+    held = store.put(tensor.as_subclass(Elsewhere))
+    store.settle()
+    assert store.take(held).equal(tensor) and pool.total == 4000
+    assert done == [
+        ("cpu copies", "copy 0"),
+        ("cpu:1 waits for", "copy 0"),
+        ("cpu:1 copies", "copy 2"),
+        ("cpu:1 copies", "copy 3"),
+    ]
 
 
 GIB = 2**30

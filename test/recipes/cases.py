@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typer.testing import CliRunner
 
 from seqtile.cli import app
-from seqtile.offload.store import KEPT_FREE, available
+from seqtile.offload.host_memory import KEPT_FREE, available
 from seqtile.recipes import Job
 from seqtile.recipes import train as training_run
 from seqtile.recipes.data import load_config

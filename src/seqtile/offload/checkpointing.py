@@ -53,7 +53,7 @@ class Checkpoints:
         self.store.pool.close()
 
     def _put(self, tensor: torch.Tensor) -> Saved:
-        elsewhere = tensor.device != self.store.copies.device
+        elsewhere = tensor.device.type != self.store.copies.device.type
         other_kind = isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor)
         if tensor.nbytes < max(self.small, 1) or not tensor.is_floating_point() or elsewhere or other_kind:
             return self._keep(tensor)
@@ -105,7 +105,8 @@ def enable(
         tokens: tokens per step on this GPU. If given, host memory for them is registered now, else in the first step.
         strict: raise HostMemoryFull when host memory is full; by default the inputs of the other layers stay on the
             GPU, with a warning.
-        device: the GPU that the model computes on; by default the device of its weights.
+        device: the GPU that the model computes on; by default the device of its first weight. The inputs of layers on
+            other GPUs (`device_map`) are offloaded as well.
 
     Host memory: one layer input (tokens x hidden x bytes per element) for every layer except the last `keep_last`. It
     is pinned, reused in every step, and returned by `disable`; a deepcopy of the model takes its own, up to the same
@@ -181,12 +182,11 @@ def disable(model: PreTrainedModel | None = None) -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Runs non-reentrant `torch.utils.checkpoint.checkpoint(function, *args)` with its saved arguments in host memory,
-    for models that are not Hugging Face's. All calls on a GPU share a store. Tensors that are not on a GPU are not
-    moved."""
-    devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda}
-    if len(devices) != 1:
-        return torch_checkpoint(function, *args, use_reentrant=False)
-    return _shared(devices.pop())(function, *args)
+    for models that are not Hugging Face's. All calls whose first tensor on a GPU is on the same one share a store.
+    Tensors that are not on a GPU are not moved."""
+    gpu = next((arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
+    checkpointed = partial(torch_checkpoint, use_reentrant=False) if gpu is None else _shared(gpu)
+    return checkpointed(function, *args)
 
 
 def _on_gpu(device: torch.device, limit: int | None = None, strict: bool = False) -> Checkpoints:

@@ -13,25 +13,18 @@ allocator rounds a block up to a power of two: the input of a layer for 655,360 
 too small. Here each block is its own mapping of whole pages, registered with the driver once.
 """
 
-import mmap
 import os
 import sys
-import tempfile
 import weakref
 from contextlib import ExitStack, suppress
-from itertools import accumulate
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import torch
-from filelock import FileLock
 
-KEPT_FREE = 2**30  # bytes of the machine's memory to leave free
-_CONTROL_GROUPS = {  # by controller (version 2 has no name): folder, limit, usage, reclaimable part of the usage
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+from seqtile.offload.host_memory import available, mapped
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 
 
 class HostMemoryFull(RuntimeError):
@@ -43,7 +36,9 @@ class Pool:
 
     Args:
         limit: bytes in all; None for all that the machine has.
-        device: the GPU whose driver registers the blocks; None for blocks that are not pinned.
+        device: the GPU that the blocks are registered with, for all GPUs; None for blocks that are not pinned.
+
+    A process that is forked, such as a DataLoader's worker, has none of the blocks: its copy of the pool does nothing.
     """
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None):
@@ -51,8 +46,16 @@ class Pool:
         self.total = 0
         """Bytes of all blocks, lent and free."""
         self.closed = False
+        self.copied: dict[int, Any] = {}
+        """The last copy from or to each block that was given back, by the id of the block: an event, or None."""
+        self._process = os.getpid()
         self._free: list[torch.Tensor] = []
         self._lock = RLock()  # reentrant: garbage collection may run the code that returns a block
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that the blocks belong to."""
+        return os.getpid() != self._process
 
     def take(self, size: int) -> torch.Tensor:
         """Returns a block of at least `size` bytes, uint8. Raises HostMemoryFull.
@@ -66,13 +69,15 @@ class Pool:
                 return self._free.pop(min(large, key=lambda i: len(self._free[i])))
             enough = self._room() + sum(map(len, self._free)) >= size
             while enough and self._free:
-                self._return(self._free.pop())
+                self._return(self._free.pop(0))  # its last copy is the oldest, and has probably ended
                 if self._room() >= size:
                     break
             return self._new(size)
 
-    def give(self, block: torch.Tensor) -> None:
+    def give(self, block: torch.Tensor, copied: Any = None) -> None:
+        """Takes a block back. `copied`: the last copy from or to it, which need not have ended."""
         with self._lock:
+            self.copied[id(block)] = copied
             if self.closed:
                 self._return(block)
             else:
@@ -86,6 +91,8 @@ class Pool:
 
     def close(self) -> None:
         """Releases the free blocks now, and the others when they are returned."""
+        if self.inherited:  # and another thread may have held the lock when this process was forked
+            return
         with self._lock, ExitStack() as returned:  # releases all of them, even if the driver refuses one
             self.closed = True
             for block in self._free:
@@ -102,24 +109,24 @@ class Pool:
 
     def _new(self, size: int) -> torch.Tensor:
         mebibytes = f"{size / 2**20:,.0f} MiB more"
-        with host_memory_lock():
-            if self._room() < size:
-                what = "the machine's memory" if self.limit is None else f"the limit of {self.limit / 2**20:,.0f} MiB"
-                raise HostMemoryFull(f"{mebibytes} would exceed {what}")
-            try:
-                options = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-                memory = mmap.mmap(-1, size, **options)
-                if hasattr(mmap, "MADV_HUGEPAGE"):
-                    memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            memory = mapped(size) if self._room() >= size else None
+            if memory is not None:
                 block = torch.frombuffer(memory, dtype=torch.uint8)
-                self.register(block.data_ptr(), size)
-            except (OSError, RuntimeError) as error:
-                raise HostMemoryFull(f"{mebibytes} cannot be had: {error}") from error
-        self.total += size
-        return block
+                self.register(block.data_ptr(), size)  # minutes for a TiB; other processes do so at the same time
+                self.total += size
+                return block
+        except (OSError, RuntimeError) as error:
+            raise HostMemoryFull(f"{mebibytes} cannot be had: {error}") from error
+        what = "the machine's memory" if self.limit is None else f"the limit of {self.limit / 2**20:,.0f} MiB"
+        raise HostMemoryFull(f"{mebibytes} would exceed {what}")
 
     def _return(self, block: torch.Tensor) -> None:
+        """Unregisters a block after its last copy, and waits for nothing else that the GPU does."""
         self.total -= len(block)
+        copied = self.copied.pop(id(block), None)
+        if copied is not None:
+            copied.synchronize()
         self.unregister(block.data_ptr())
 
     def register(self, address: int, size: int) -> None:
@@ -128,53 +135,24 @@ class Pool:
             return
         try:
             with torch.cuda.device(self.device):  # the driver pins for the current device
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)))
         except RuntimeError:
             with suppress(RuntimeError):  # clears the driver's last error, which the next launch would report
                 torch.empty(1, device=self.device).fill_(0)
             raise
 
     def unregister(self, address: int) -> None:
-        """Unpins a block, once no copy reads or writes it."""
+        """Unpins a block, which no copy may read or write any more."""
         if self.device is not None:
             with torch.cuda.device(self.device):
-                torch.cuda.synchronize()
                 torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
-
-
-def host_memory_lock() -> FileLock:
-    """Returns a lock that only one process of a user on this machine can hold, because all of them would count the same
-    memory as available."""
-    return FileLock(Path(tempfile.gettempdir()) / f"seqtile-host-memory-{getattr(os, 'getuid', int)()}.lock")
-
-
-def available(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes of host memory that this process can still take. Considers the machine and all control groups
-    (v2 and v1) that contain the process."""
-    rooms = [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
-    for line in _lines(proc / "self" / "cgroup") or ["0::/", "0:memory:/"]:
-        _, controllers, path = line.split(":", 2)
-        for controller in _CONTROL_GROUPS.keys() & set(controllers.split(",")):
-            folder, limit, used, reclaimable = _CONTROL_GROUPS[controller]
-            for group in accumulate(Path(path).parts[1:], Path.joinpath, initial=groups / folder):  # root to own
-                with suppress(OSError, ValueError):  # no such file, or no limit
-                    left = int((group / limit).read_text()) - int((group / used).read_text())
-                    statistics = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
-                    rooms.append(left + int(statistics.get(reclaimable, 0)))
-    return max(0, min(rooms) - KEPT_FREE) if rooms else 2**62
-
-
-def _lines(file: Path) -> list[str]:
-    with suppress(OSError):  # missing, or removed meanwhile
-        return file.read_text().splitlines()
-    return []
 
 
 class Copies:
     """Copies between host memory and a device on a separate stream, concurrently with the device's computation. (CPU
     streams do nothing, so on a CPU copies finish before they return.)
 
-    Both directions use one stream, so a returned block can safely be reused while it is still read or written.
+    Both directions use one stream, so the same device can reuse a returned block while it is still read or written.
     """
 
     def __init__(self, device: torch.device):
@@ -195,6 +173,11 @@ class Copies:
         with self.streams.stream(self.stream):
             target.copy_(source, non_blocking=True)
             return self.stream.record_event()
+
+    def after(self, copied: Any) -> None:
+        """Makes later copies wait for a copy that another device may have made."""
+        if copied is not None:
+            self.stream.wait_event(copied)
 
     def wait(self, copied: Any) -> None:
         """Makes later work on the device wait for the copy. The host does not wait."""
@@ -219,10 +202,12 @@ class Saved:
     """The tensor's block of the pool, uint8."""
     block: torch.Tensor
     """The block, viewed in the tensor's shape and dtype."""
-    out: Any
-    """The copy into the block, as the argument of `Copies.wait`."""
-    arriving: tuple[torch.Tensor, Any] | None = None
-    """The copy back on the device and the argument of `Copies.wait`, until the tensor is taken."""
+    copies: Copies
+    """The copies of the tensor's device."""
+    copied: Any = None
+    """The last copy, into the block or back, as the argument of `Copies.wait`."""
+    arriving: torch.Tensor | None = None
+    """The tensor that is copied back to the device, until it is taken."""
     here: weakref.ref[torch.Tensor] | None = None
     """The tensor that was taken, while it is alive."""
     changed = taken = False
@@ -235,16 +220,16 @@ class Saved:
         """`before`: taking this tensor brings back the region that ends with the tensor of this number."""
 
     def __del__(self) -> None:
-        if self.memory is not None:
-            for tensor in (self.source, self.arriving and self.arriving[0]):
+        if self.memory is not None and not self.store.pool.inherited:
+            for tensor in (self.source, self.arriving):
                 if tensor is not None:
-                    self.store.copies.abandon(tensor)
-            self.store.pool.give(self.memory)
+                    self.copies.abandon(tensor)
+            self.store.pool.give(self.memory, self.copied)
 
 
 class Store:
-    """Keeps tensors in `pool`, copied by `copies`. At most one tensor that is being copied out also stays on the
-    device.
+    """Keeps tensors in `pool`, copied by `copies`; those of other devices by copies of their own. At most one tensor
+    that is being copied out also stays on its device.
 
     Tensors are numbered from 1 in the order in which they are put. All tensors put between two calls of `begin_region`
     form a region and are copied back together. `before` is the number of the last tensor put before a region.
@@ -252,12 +237,13 @@ class Store:
 
     def __init__(self, pool: Pool, copies: Copies):
         self.pool, self.copies = pool, copies
+        self._copies = {copies.device: copies}
         self.count = self.before = 0
         self._saved: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         """The saved tensors by number."""
         self._same: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
         """The saved tensors by storage, offset, dtype, shape, strides and version."""
-        self._lock = RLock()
+        self._lock = RLock()  # a backward runs in one thread for each device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Store":
         """Returns an empty store whose pool has the same limit. Closing either store does not affect the other."""
@@ -279,7 +265,9 @@ class Store:
             saved = Saved(tensor.detach().contiguous(), self, self.before)
             saved.memory, saved.storage = self.pool.take(tensor.nbytes), weakref.ref(storage)
             saved.block = saved.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            saved.out = self.copies.out(saved.source, saved.block)
+            saved.copies = self._copies_of(tensor.device)
+            saved.copies.after(self.pool.copied.get(id(saved.memory)))
+            saved.copied = saved.copies.out(saved.source, saved.block)
             self.count += 1
             self._saved[self.count] = self._same[key] = saved
             return saved
@@ -291,11 +279,12 @@ class Store:
 
     def settle(self) -> None:
         """Makes the computing stream wait for the last copy out, and releases the copied tensor."""
-        last = self._saved.get(self.count)
-        if last is not None and last.source is not None:
-            last.changed = last.source._version != last.version
-            self.copies.wait(last.out)
-            last.source = None
+        with self._lock:
+            last = self._saved.get(self.count)
+            if last is not None and last.source is not None:
+                last.changed = last.source._version != last.version
+                last.copies.wait(last.copied)
+                last.source = None
 
     def prefetch(self, number: int) -> None:
         """Starts to copy back the tensor with this number and the earlier tensors of its region."""
@@ -303,21 +292,29 @@ class Store:
         if last is not None:
             for saved in map(self._saved.get, range(number, last.before, -1)):
                 if saved is not None and not saved.taken and saved.source is None and saved.arriving is None:
-                    saved.arriving = self.copies.back(saved.block)
+                    saved.arriving, saved.copied = saved.copies.back(saved.block)
 
     def take(self, saved: Saved) -> torch.Tensor:
         """Returns the tensor, and starts to copy back the region put before it. Raises RuntimeError if the tensor
         changed in place while it was still on the device."""
-        saved.taken = True
-        if saved.changed or (saved.source is not None and saved.source._version != saved.version):
-            raise RuntimeError(  # autograd's message
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "input of a checkpointed region, after the region's forward"
-            )
-        tensor = saved.source if saved.here is None else saved.here()
-        if tensor is None:
-            tensor, copied = saved.arriving or self.copies.back(saved.block)
-            saved.arriving, saved.here = None, weakref.ref(tensor)
-            self.copies.wait(copied)
-        self.prefetch(saved.before)
-        return tensor
+        with self._lock:
+            saved.taken = True
+            if saved.changed or (saved.source is not None and saved.source._version != saved.version):
+                raise RuntimeError(  # autograd's message
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "the input of a checkpointed region, after the region's forward"
+                )
+            tensor = saved.source if saved.here is None else saved.here()
+            if tensor is None:
+                if saved.arriving is None:
+                    saved.arriving, saved.copied = saved.copies.back(saved.block)
+                tensor, saved.arriving = saved.arriving, None
+                saved.here = weakref.ref(tensor)
+                saved.copies.wait(saved.copied)
+            self.prefetch(saved.before)
+            return tensor
+
+    def _copies_of(self, device: torch.device) -> Copies:
+        if device not in self._copies:
+            self._copies[device] = Copies(device)
+        return self._copies[device]

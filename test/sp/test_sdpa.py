@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from seqtile.sp import backends, sdpa
 from seqtile.sp.all_to_all import Rows, rank_heads
@@ -29,6 +31,18 @@ class Asked(NamedTuple):
     """Of the mask."""
     cudnn: bool
     flash: bool
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements of what operations return, views aside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if not func.is_view:
+            self.elements += sum(x.numel() for x in tree_leaves(found) if isinstance(x, Tensor))
+        return found
 
 
 @pytest.fixture
@@ -133,6 +147,16 @@ def test_never_cudnn_with_a_mask(case: dict, kind: type, calls: list[Asked]) -> 
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):  # without cudnn scores of length x length
         step(documents, **case)
     assert all(call.cudnn for call in calls)
+
+
+def test_gradients_of_documents_are_joined_once() -> None:
+    """38 documents write at most twice as many elements as one; gradients of slices would write 38 times as many."""
+    written = []
+    for count in (1, 38):
+        with Written() as counted:
+            step((packed(count),))
+        written.append(counted.elements)
+    assert written[1] <= 2 * written[0]
 
 
 def test_where_cudnn_may_compute() -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -159,14 +160,14 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     cut, lengths = attention.layout.once(key, cut_into_blocks)
     for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
         queries = [part for (part,) in in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)]
+        of_squares = keys_of_squares([block for block in of_row if is_square(block)], k_row, v_row)
         parts: list[Tensor | None] = [None] * len(of_row)
         with without_cudnn() if lengths is None else nullcontext():
             for i, (block, part) in enumerate(zip(of_row, queries, strict=True)):
                 if not block.keys:
                     parts[i] = _zeros(part, v)
                 elif is_square(block):
-                    own = (part, *(gathered(x, block.keys) for x in (k_row, v_row)))
-                    parts[i] = in_lengths(lengths or {}, attention.compute, *own)
+                    parts[i] = in_lengths(lengths or {}, attention.compute, part, *of_squares[block.q0])
         masked = [i for i, part in enumerate(parts) if part is None]
         calls = [Call(partial(with_mask, of_row[i]), of_row[i].keys) for i in masked]
         outs = call_again_in_backward(
@@ -176,6 +177,14 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
+
+
+def keys_of_squares(squares: list[Block], k: Tensor, v: Tensor) -> dict[int, Sequence[Tensor]]:
+    """Returns the keys and values of each causal square by its first token. They are split: the gradient of every slice
+    would be a tensor of all tokens."""
+    edges = sorted({0, k.shape[2], *(edge for block in squares for edge in (block.q0, block.q1))})
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    return dict(zip(edges[:-1], in_parts((k, v), sizes, 2), strict=True))
 
 
 def is_causal_from_the_end(q: Tensor, block: Block, reach: int) -> bool:

@@ -56,8 +56,9 @@ def test_a_batch_is_hashed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         found = hash_of({"0": bits(values)})
     assert memory.peak <= 26 * layout._HASHED < count
     assert found == hash_of({"0": bits(values.clone())}) == hash_of({"0": bits(values.mT.clone().mT)})
-    rows = values.flatten()
-    for moved in (rows.roll(layout._HASHED), rows.roll(1), torch.cat([rows[:-1], -rows[-1:]])):
+    flat = values.flatten()
+    first, second, *rest = flat.split(layout._HASHED)
+    for moved in (torch.cat([second, first, *rest]), flat.roll(1), torch.cat([flat[:-1], -flat[-1:]])):
         assert hash_of({"0": bits(moved)}) != found
     with LiveBytes() as memory:
         hashes = token_hashes(bits(values).expand(2, -1, -1))

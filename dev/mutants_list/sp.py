@@ -8,6 +8,7 @@ COLLATOR = ("sp/test_collator.py",)
 DOCUMENTS = ("sp/test_documents.py",)
 HEADS = ("sp/test_heads.py",)
 EXCHANGES = ("sp/test_all_to_all.py",)
+SDPA = ("sp/test_sdpa.py",)
 LAYOUT = ("sp/test_layout.py",)
 OverRanks = partial(Mutant, tests=("sp/test_sequence_parallel.py",), dist=True)
 
@@ -32,6 +33,35 @@ MUTANTS = (
         "end = min(q1, q0 + size)",
         "end = q1",
         DOCUMENTS,
+    ),
+    Mutant(
+        "sdpa: cuDNN computes blocks with a mask",
+        "by_masks.with_mask",
+        "without_cudnn() if by_cudnn else nullcontext()",
+        "nullcontext()",
+        SDPA,
+    ),
+    Mutant(
+        "sdpa: a backend that was switched off is switched on",
+        "without_cudnn",
+        "if is_enabled()]",
+        "]",
+        SDPA,
+    ),
+    Mutant(
+        "sdpa: documents of many lengths are rounded up, for cuDNN",
+        "lengths_for_cudnn",
+        "<= FEW_LENGTHS else None",
+        "<= 10 * FEW_LENGTHS else None",
+        SDPA,
+    ),
+    Mutant(
+        "a batch's hash: blocks may change places",
+        "_hash",
+        "mixed(part, i * _HASHED)",
+        "mixed(part)",
+        LAYOUT,
+        select="hashed",
     ),
     Mutant(
         "documents: positions that leave some out do not part them",
@@ -78,8 +108,8 @@ MUTANTS = (
     Mutant(
         "same batch: the hash knows no order",
         "mixed",
-        "(found + torch.arange(1, values.shape[-1] + 1, device=values.device) * _FACTORS[0])",
-        "(found + _FACTORS[0])",
+        "values.to(torch.int64) + order.mul_(_FACTORS[0])",
+        "values.to(torch.int64) + _FACTORS[0]",
         COLLATOR,
     ),
     Mutant(

@@ -9,19 +9,61 @@ import torch
 import torch.distributed as dist
 
 from seqtile import sp
-from seqtile.sp import all_to_all, attention, backends, segments
+from seqtile.sp import all_to_all, attention, backends, layout, segments
 from seqtile.sp.attention import UlyssesAttention
-from seqtile.sp.layout import Layout, documents_of
+from seqtile.sp.layout import Layout, bits, documents_of, hash_of, mixed, token_hashes
 from sp import recurrences
 from sp.cases import batch_of_kind
 from sp.on_device import OnDevice
 from sp.over_ranks import alone
+from support.measure import LiveBytes
 from support.tiny import build, checkpointing
 
 
 def test_without_torch_distributed() -> None:
     with pytest.raises(ValueError, match="start the script by torchrun"):
         sp.initialize(2)
+
+
+DUPLICATE = "Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000"
+
+
+@pytest.mark.parametrize("said", [DUPLICATE, "unhandled system error"], ids=["duplicate", "another error"])
+def test_ranks_on_one_device(said: str, one_rank: sp.SequenceParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses ranks on the same device in their first collective; other errors of it stay as they are."""
+
+    def all_gather_object(*_: object) -> None:
+        raise dist.DistBackendError(f"NCCL error, NCCL version 2.26.5\nLast error:\n{said}\nframe #0")
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    expected, message = (
+        (ValueError, rf"got cuda:0 \({DUPLICATE}\); torch.cuda.set_device\(int\(os.environ")
+        if said == DUPLICATE
+        else (dist.DistBackendError, said)
+    )
+    with pytest.raises(expected, match=message):
+        sp.initialize(group=one_rank.group)
+
+
+def test_a_batch_is_hashed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live bytes do not grow with the batch; each value counts, and its place."""
+    assert layout._HASHED <= 2**20
+    monkeypatch.setattr(layout, "_HASHED", 2**12)
+    count = 40 * layout._HASHED + 5
+    values = torch.randn(1, count // 5, 5).bfloat16()
+    with LiveBytes() as memory:
+        found = hash_of({"0": bits(values)})
+    assert memory.peak <= 26 * layout._HASHED < count
+    assert found == hash_of({"0": bits(values.clone())}) == hash_of({"0": bits(values.mT.clone().mT)})
+    flat = values.flatten()
+    first, second, *rest = flat.split(layout._HASHED)
+    for moved in (torch.cat([second, first, *rest]), flat.roll(1), torch.cat([flat[:-1], -flat[-1:]])):
+        assert hash_of({"0": bits(moved)}) != found
+    with LiveBytes() as memory:
+        hashes = token_hashes(bits(values).expand(2, -1, -1))
+    assert memory.peak <= 26 * layout._HASHED + 3 * hashes.nbytes and hashes[0].equal(hashes[1])
+    assert hashes[0].equal(mixed(bits(values)).sum(2)[0]) and len(hashes.unique()) == count // 5
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -42,8 +84,8 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(attention, "device_of", lambda sp_group: torch.device("cpu"))
-    layout = Layout(SimpleNamespace(rank=1, size=8, group="ranks"), 5, (((0, 40),),), "sdpa")
-    steps = UlyssesAttention(SimpleNamespace(), layout, None, {}, 8, 8)
+    of_ranks = Layout(SimpleNamespace(rank=1, size=8, group="ranks"), 5, (((0, 40),),), "sdpa")
+    steps = UlyssesAttention(SimpleNamespace(), of_ranks, None, {}, 8, 8)
     assert [steps.agree_on_max(size) for size in (3, 0)] == [9, 9]
     assert calls == [(dist.ReduceOp.MAX, "ranks")]
 

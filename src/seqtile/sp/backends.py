@@ -10,7 +10,9 @@ All kinds are made from segments, see segments.py. No mask of length x length is
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
+from seqtile.sp.sdpa import in_lengths, lengths_for_cudnn, may_choose_cudnn, without_cudnn
 from seqtile.sp.segments import Block, blocks, family, segments
 
 SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax
@@ -129,10 +132,14 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     together."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
+    by_cudnn = may_choose_cudnn(attention.layout.implementation, q)
+
+    def is_square(block: Block) -> bool:
+        return not additive and block.is_square(reach)
 
     def is_uncut(block: Block) -> bool:
         is_told = attention.layout.implementation == "sdpa" and is_causal_from_the_end(q, block, reach)
-        return not additive and (is_told or block.is_square(reach))
+        return (is_told and not additive) or is_square(block)
 
     def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if is_uncut(block):
@@ -141,18 +148,26 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             mask = block.mask(reach, q.device)[None, None]
         if additive:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-        return attention.with_sinks(sinks).compute(q, k, v, mask)
+        with without_cudnn() if by_cudnn else nullcontext():
+            return attention.with_sinks(sinks).compute(q, k, v, mask)
+
+    def cut_into_blocks() -> tuple[list[list[Block]], dict[int, int] | None]:
+        cut = [list(blocks(row, reach, is_uncut)) for row in parted]
+        squares = {block.q1 - block.q0 for row in cut for block in row if is_square(block)}
+        return cut, lengths_for_cudnn(squares) if by_cudnn else {}
 
     key = ("blocks", rows, reach, additive, bool(attention.spans))
-    cut = attention.layout.once(key, lambda: [list(blocks(row, reach, is_uncut)) for row in parted])
+    cut, lengths = attention.layout.once(key, cut_into_blocks)
     for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
         queries = [part for (part,) in in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)]
+        of_squares = keys_of_squares([block for block in of_row if is_square(block)], k_row, v_row)
         parts: list[Tensor | None] = [None] * len(of_row)
-        for i, (block, part) in enumerate(zip(of_row, queries, strict=True)):
-            if not block.keys:
-                parts[i] = _zeros(part, v)
-            elif not additive and block.is_square(reach):
-                parts[i] = attention.compute(part, *(gathered(x, block.keys) for x in (k_row, v_row)))
+        with without_cudnn() if lengths is None else nullcontext():
+            for i, (block, part) in enumerate(zip(of_row, queries, strict=True)):
+                if not block.keys:
+                    parts[i] = _zeros(part, v)
+                elif is_square(block):
+                    parts[i] = in_lengths(lengths or {}, attention.compute, part, *of_squares[block.q0])
         masked = [i for i, part in enumerate(parts) if part is None]
         calls = [Call(partial(with_mask, of_row[i]), of_row[i].keys) for i in masked]
         outs = call_again_in_backward(
@@ -162,6 +177,14 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
+
+
+def keys_of_squares(squares: list[Block], k: Tensor, v: Tensor) -> dict[int, Sequence[Tensor]]:
+    """Returns the keys and values of each causal square by its first token. They are split: the gradient of every slice
+    would be a tensor of all tokens."""
+    edges = sorted({0, k.shape[2], *(edge for block in squares for edge in (block.q0, block.q1))})
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    return dict(zip(edges[:-1], in_parts((k, v), sizes, 2), strict=True))
 
 
 def is_causal_from_the_end(q: Tensor, block: Block, reach: int) -> bool:

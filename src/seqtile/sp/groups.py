@@ -45,8 +45,9 @@ def initialize(
         group: an existing group that contains this rank.
         mesh: a one-dimensional DeviceMesh, such as `mesh["sp"]`, whose group is used.
 
-    Runs two collectives. Raises ValueError if torch.distributed is not initialised, if not exactly one of the three is
-    given, or if the size does not divide the number of ranks.
+    Runs two collectives. Under NCCL, call `torch.cuda.set_device` before. Raises ValueError if torch.distributed is not
+    initialised, if not exactly one of the three is given, if the size does not divide the number of ranks, or if NCCL
+    finds that ranks use the same CUDA device.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
@@ -62,7 +63,16 @@ def initialize(
     elif size is not None:
         group, _ = dist.new_subgroups(size)
     first_ranks: list = [None] * world
-    dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
+    try:
+        dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
+    except dist.DistBackendError as error:
+        said = [line for line in str(error).splitlines() if "Duplicate GPU" in line]
+        if not said:
+            raise
+        raise ValueError(
+            f"expected each rank of a node on its own CUDA device, got cuda:{torch.cuda.current_device()} ({said[0]}); "
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before sp.initialize'
+        ) from error
     groups = sorted(set(first_ranks))
     place = groups.index(first_ranks[dist.get_rank()])
     return SequenceParallel(group, dist.get_rank(group), dist.get_world_size(group), place, len(groups))

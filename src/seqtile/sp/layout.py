@@ -20,6 +20,7 @@ from seqtile.sp.groups import SequenceParallel, gather
 WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens before padding
 BATCH_HASH = "batch_hash"  # in a shard: the hash of its whole batch
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
+_HASHED = 2**20  # elements that are hashed at once, at 24 bytes each
 _FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # arbitrary odd numbers
 _COMPARED = "[batch, tokens, has a mask, rows of position_ids, has a batch_hash, labelled tokens]"
 
@@ -144,20 +145,39 @@ def documents_of(positions: Tensor, valid: Tensor) -> tuple[Rows, ...]:
 
 def hash_of(tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns a number [] that differs if the integers in `tensors` or their order differ. Computed on their device,
-    without waiting for it."""
+    without waiting for it. Allocates at most 24 MiB, and a copy of a tensor that is not contiguous."""
     return _hash(torch.stack([_hash(values) for _, values in sorted(tensors.items())]))
 
 
 def _hash(values: Tensor) -> Tensor:
-    return mixed(values.flatten()).sum()
+    parts = values.flatten().split(_HASHED)
+    return torch.stack([mixed(part, i * _HASHED).sum() for i, part in enumerate(parts)]).sum()
 
 
-def mixed(values: Tensor) -> Tensor:
-    """Returns integers [..., K] whose sum over K differs if the values [..., K] or their order differ."""
-    found = values.to(torch.int64)  # sums and products wrap around
-    found = (found + torch.arange(1, values.shape[-1] + 1, device=values.device) * _FACTORS[0]) * _FACTORS[1]
-    found = (found ^ (found >> 32)) * _FACTORS[2]
-    return found ^ (found >> 29)
+def mixed(values: Tensor, first: int = 0) -> Tensor:
+    """Returns int64 [..., K] whose sum over K differs if the integers [..., K] or their order differ. `first`: the
+    number of values before these. Allocates 24 bytes an element."""
+    order = torch.arange(first + 1, first + values.shape[-1] + 1, device=values.device)
+    found = values.to(torch.int64) + order.mul_(_FACTORS[0])  # sums and products wrap around
+    found.mul_(_FACTORS[1])
+    found.bitwise_xor_(found >> 32).mul_(_FACTORS[2])
+    return found.bitwise_xor_(found >> 29)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Returns a tensor's bits as integers, without a copy."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().view(getattr(torch, f"int{8 * tensor.element_size()}"))
+
+
+def token_hashes(values: Tensor) -> Tensor:
+    """Returns int64 [B, S] that differ for tokens of which the integers [B, S, ...] differ. Allocates 24 MiB besides
+    (more if a token has over 2^20 integers)."""
+    rows = []
+    for row in values.flatten(2):
+        rows.append(torch.cat([mixed(part).sum(1) for part in row.split(max(1, _HASHED // max(1, row.shape[1])))]))
+    return torch.stack(rows)
 
 
 def check_same_batch(

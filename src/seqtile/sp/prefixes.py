@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from seqtile.sp.all_to_all import Rows
 from seqtile.sp.data import sequence_dim
-from seqtile.sp.layout import mixed
+from seqtile.sp.layout import bits, token_hashes
 
 _COMPARED = 2**24  # pairs of tokens that are compared at once
 
@@ -60,7 +60,8 @@ def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: in
     """Returns the tree of a batch of [rows, length] tokens from the text model's arguments. If there is none, returns
     why: no rows share the first `min_tokens` tokens, a mask has a hole, or an argument has no known token dimension.
 
-    One wait for the device. Allocates up to 2^24 comparisons at a time, and 8 bytes per token for each argument.
+    One wait for the device. Allocates up to 2^24 comparisons at a time, 8 bytes per token for each argument, and while
+    it hashes an argument of several values per token 24 MiB.
     """
     if rows < 2:
         return "it has one row"
@@ -99,10 +100,8 @@ def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
     """Returns integers [B, S] that are equal for tokens with equal values of an argument."""
     if name == "position_ids" and value.dim() == 3:
         return [axis.expand(rows, -1) for axis in value]
-    if value.is_floating_point():
-        value = value.detach().contiguous().view(getattr(torch, f"int{8 * value.element_size()}"))
-    value = value.expand(rows, *value.shape[1:])
-    return [value] if value.dim() == 2 else [mixed(value.flatten(2)).sum(2)]
+    value = bits(value).expand(rows, *value.shape[1:])
+    return [value] if value.dim() == 2 else [token_hashes(value)]
 
 
 def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, hash_of
+from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, bits, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
@@ -132,7 +132,7 @@ class WholeBatches(ShardingHooks):
         if self.is_alone:
             self.position_ids = kwargs.get("position_ids")
             return
-        self.batch_hash, self.calls = hash_of({str(i): _bits(tensor) for i, tensor in enumerate(tensors)}), 0
+        self.batch_hash, self.calls = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)}), 0
         self.position_ids = kwargs.get("position_ids")
         self.model.config._attn_implementation = OUTSIDE
 
@@ -356,13 +356,6 @@ def _row_by_row(kwargs: dict[str, Any], is_alone: bool) -> str | None:
     if cache_in(kwargs) is not None:
         return "a cache was given"
     return next((f"{name}=True" for name in ("use_cache", "output_attentions") if is_alone and kwargs.get(name)), None)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bits as integers."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.detach().contiguous().view(getattr(torch, f"int{8 * tensor.element_size()}"))
 
 
 def _has_tokens(name: str, value: Any, rows: int, length: int) -> bool:

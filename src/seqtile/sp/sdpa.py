@@ -1,0 +1,62 @@
+"""Where torch's sdpa may be computed by cuDNN, its first choice for bfloat16 and float16 on Hopper from torch 2.11 on.
+
+cuDNN builds a plan for every new shape, which takes up to a second, and under some masks its gradients are NaN. So it
+is left out for blocks with a mask and for batches with documents of many lengths: FlashAttention needs no plans. For
+documents of a few lengths torch chooses, and the lengths are rounded up, so that other batches have the same ones:
+
+    documents of 131,072                    ->  131,072                   what torch chooses
+    documents of 700, 1,300 and 2,000       ->  704, 1,408 and 2,048      what torch chooses
+    of five lengths or more; with a mask    ->  as they are               without cuDNN
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+FEW_LENGTHS = 4  # for which cuDNN may build plans in one batch
+OTHERS = {
+    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: cuda.math_sdp_enabled,
+}
+
+
+def may_choose_cudnn(implementation: str, q: Tensor) -> bool:
+    """Returns whether an attention function may be computed by cuDNN: only sdpa on a GPU."""
+    return implementation == "sdpa" and q.is_cuda
+
+
+def without_cudnn() -> AbstractContextManager:
+    """Returns a context in which sdpa does not choose cuDNN, but another backend that is enabled.
+
+    Changes nothing if neither flash nor efficient attention is enabled: what is left makes scores of length x length.
+    """
+    enabled = [backend for backend, is_enabled in OTHERS.items() if is_enabled()]
+    return nullcontext() if enabled in ([], [SDPBackend.MATH]) else sdpa_kernel(enabled)
+
+
+def lengths_for_cudnn(documents: set[int]) -> dict[int, int] | None:
+    """Returns the length in which to compute documents of each of these lengths; None if they are too many for cuDNN.
+    A single length stays as it is, because padding copies queries, keys and values."""
+    found = {length: rounded(length) if len(documents) > 1 else length for length in documents}
+    return found if len(set(found.values())) <= FEW_LENGTHS else None
+
+
+def rounded(length: int) -> int:
+    """Returns the next number m * 2**e, m from 8 to 16: at most 1/8 more than the length, and 8 numbers from each power
+    of two to the next. A length up to 16 is such a number."""
+    step = 1 << max(0, (length - 1).bit_length() - 4)
+    return -(-length // step) * step
+
+
+def in_lengths(lengths: Mapping[int, int], attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Computes a causal square, from q, k and v [B, h, n, K] to [B, n, h, K], padded at its end to the length that
+    `lengths` has for n. The padding changes nothing: no query before it sees it, and its outputs are dropped."""
+    tokens = q.shape[2]
+    if (more := lengths.get(tokens, tokens) - tokens) == 0:
+        return attend(q, k, v)
+    return attend(*(F.pad(x, (0, 0, 0, more)) for x in (q, k, v)))[:, :tokens]

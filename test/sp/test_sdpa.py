@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -163,3 +163,26 @@ def test_where_cudnn_may_compute() -> None:
     on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
     assert sdpa.may_choose_cudnn("sdpa", on_gpu)
     assert not sdpa.may_choose_cudnn("sdpa", on_cpu) and not sdpa.may_choose_cudnn("mine", on_gpu)
+
+
+def test_causal_from_the_end_takes_no_memory_of_pairs() -> None:
+    """torch's function, at these lengths, asks for 8 TiB."""
+    bias = sdpa.causal_from_the_end(2**20, 2**20)
+    assert bias.untyped_storage().nbytes() == 0
+    assert (bias.seq_len_q, bias.seq_len_kv) == (2**20, 2**20)
+    few, same = sdpa.causal_from_the_end(5, 7), causal_lower_right(5, 7)
+    assert few.variant == same.variant and torch.equal(few._materialize(), same._materialize())
+
+
+def test_padded_documents_are_laid_out_tokens_first() -> None:
+    """As they were: sdpa's output follows q, and in another layout cuDNN's backward would copy the gradient."""
+    q, k, v = (torch.randn(2, 5, 3, 4).transpose(1, 2) for _ in range(3))
+    seen = []
+
+    def attention(*padded: Tensor) -> Tensor:
+        seen.extend(padded)
+        return padded[0].transpose(1, 2)
+
+    out = sdpa.in_lengths({5: 6}, attention, q, k, v)
+    assert torch.equal(out, q.transpose(1, 2))
+    assert all(x.shape == (2, 3, 6, 4) and x.transpose(1, 2).is_contiguous() for x in seen)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,7 +26,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
-from seqtile.sp.sdpa import in_lengths, lengths_for_cudnn, may_choose_cudnn, without_cudnn
+from seqtile.sp.sdpa import causal_from_the_end, in_lengths, lengths_for_cudnn, may_choose_cudnn, without_cudnn
 from seqtile.sp.segments import Block, blocks, family, segments
 
 SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax
@@ -143,7 +142,7 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
 
     def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if is_uncut(block):
-            mask = causal_lower_right(q.shape[2], k.shape[2])
+            mask = causal_from_the_end(q.shape[2], k.shape[2])
         else:
             mask = block.mask(reach, q.device)[None, None]
         if additive:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 FEW_LENGTHS = 4  # for which cuDNN may build plans in one batch
 OTHERS = {
@@ -59,4 +60,15 @@ def in_lengths(lengths: Mapping[int, int], attend: Callable[..., Tensor], q: Ten
     tokens = q.shape[2]
     if (more := lengths.get(tokens, tokens) - tokens) == 0:
         return attend(q, k, v)
-    return attend(*(F.pad(x, (0, 0, 0, more)) for x in (q, k, v)))[:, :tokens]
+    # Padded as [B, n, h, K]: sdpa's output follows the layout of q, and Hugging Face's is tokens first.
+    padded = (F.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) for x in (q, k, v))
+    return attend(*padded)[:, :tokens]
+
+
+def causal_from_the_end(queries: int, keys: int) -> CausalBias:
+    """Returns what `causal_lower_right` returns, of which sdpa computes causal attention where the last query sees the
+    last key. That function takes 8 bytes of host memory for each pair of a query and a key: torch's constructor of a
+    tensor reads the two lengths as its sizes."""
+    bias = CausalBias.__new__(CausalBias)
+    bias.__init__(CausalVariant.LOWER_RIGHT, queries, keys)
+    return bias

@@ -40,6 +40,7 @@ from seqtile.models.weights import (
     read_projection,
 )
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
+from seqtile.ops.reduction import divided
 from seqtile.renamed import cache_in
 
 _CROSS_ENTROPIES = (  # where one of these was written
@@ -253,7 +254,7 @@ def _cross_entropy(
         total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
         if reduction == "sum":
             return total
-        return total / ((target != ignore_index).sum() if num_items is None else num_items)
+        return divided(total, (target != ignore_index).sum() if num_items is None else num_items)
 
     def of_weight(hidden: torch.Tensor) -> torch.Tensor:
         matrix, bias, *_ = read_projection("lm_head", head)

@@ -186,7 +186,9 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
 
 def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Returns a bool tensor [] on the device: nothing waits for it yet."""
-    return (now != before).any() if now.shape == before.shape else torch.ones((), dtype=torch.bool, device=before.device)
+    if now.shape != before.shape:
+        return torch.ones((), dtype=torch.bool, device=before.device)
+    return (now != before).any()
 
 
 def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:

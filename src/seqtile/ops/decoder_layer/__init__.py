@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from seqtile.ops.checks import autocast_dtype, check_operands
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
 from seqtile.ops.decoder_layer.attention_graph import Attend
 from seqtile.ops.decoder_layer.params import LayerParams, LayerSizes
@@ -92,6 +92,7 @@ def decoder_layer(
         activation=activation,
         scale=scale,
         dtype=autocast_dtype(x) or x.dtype,
+        trial=is_trial(),
     )
     cos, sin = (None, None) if rotary is None else (angles.flatten(0, 1).contiguous() for angles in rotary)
     call = AttentionCall(

@@ -172,7 +172,7 @@ class QKVGradients:
         wholes = zip((self._sums.q, self._sums.k, self._sums.v), sizes.group_columns(group), strict=True)
         sums, add = [whole.sums_of(rows) for whole, (rows, _) in wholes], self._d_normed is not None
         if self._through_norm and not add:
-            self._d_normed = to_be_filled(x, dtype=sizes.dtype)
+            self._d_normed = to_be_filled(x, dtype=sizes.dtype, trial=sizes.trial)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
         normed, rows = NormedInput(inputs), min(len(x), sizes.chunk_tokens)
         d_rows = x.new_empty(rows, heads + 2 * kv_heads, sizes.head_dim, dtype=sizes.dtype)

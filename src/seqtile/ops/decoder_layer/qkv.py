@@ -136,7 +136,7 @@ def project(
     """Computes the buffer of a group, and with `keep_pre_norm_qk` its queries and keys before their norms."""
     projections, head_norms, sizes = inputs.projections(group), inputs.head_norms, inputs.sizes
     tokens, (heads, kv_heads), width = len(inputs.x), sizes.group_heads, sizes.head_dim
-    buffer = inputs.x.new_empty(tokens, heads + 2 * kv_heads, width, dtype=sizes.dtype)
+    buffer = to_be_filled(inputs.x, (tokens, heads + 2 * kv_heads, width), sizes.dtype, trial=sizes.trial)
     pre_norm_qk = buffer.new_empty(tokens, heads + kv_heads, width) if keep_pre_norm_qk else None
     flat = buffer.view(tokens, -1)
     for chunk in chunks(tokens, normed.chunk_tokens):

@@ -81,6 +81,10 @@ class WeightGrad:
         elif not left.is_cuda:  # a simulation computes the same: torch 2.11 cannot simulate addmm's out_dtype
             total.addmm_(left.T, right, beta=beta)
         elif not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
+            if (
+                len(total) == 1
+            ):  # such as an adapter of rank 1: releases differ in whether cublasLt takes a row for a bias
+                total, left, right = total.T, right, left
             torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
         elif beta == 0:
             total.copy_(torch.mm(left.T, right, out_dtype=torch.float32))

@@ -55,6 +55,8 @@ class WeightGrad:
 
     def rows(self, rows: slice) -> "WeightGrad":
         """Returns the sum of some rows of the parameter, as a view of the same buffer."""
+        if rows == slice(0, self._shape[0]):
+            return self
         total = self.total()[rows]
         return WeightGrad(total, main_grad=total)
 
@@ -81,9 +83,7 @@ class WeightGrad:
         elif not left.is_cuda:  # a simulation computes the same: torch 2.11 cannot simulate addmm's out_dtype
             total.addmm_(left.T, right, beta=beta)
         elif not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
-            if (
-                len(total) == 1
-            ):  # such as an adapter of rank 1: releases differ in whether cublasLt takes a row for a bias
+            if len(total) == 1:  # an adapter of rank 1: some releases take a row for a bias, which cublasLt gets
                 total, left, right = total.T, right, left
             torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
         elif beta == 0:

@@ -85,7 +85,7 @@ ON_OLDEST_TORCH := test/ops test/kernels test/modules test/offload test/memory t
 	test/models/test_layer.py test/models/test_layer_gradients.py test/models/test_patch.py test/models/test_training_loops.py
 check-oldest:  ## the core of the tests on the oldest torch that is promised, in an environment of its own (7 GB), without a GPU
 	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet torch==2.9.0 transformers==5.16.0 accelerate liger-kernel peft \
+	.venv-oldest/bin/python -m pip install --quiet torch==2.10.0 transformers==5.16.0 accelerate liger-kernel peft \
 	  hypothesis pytest pytest-benchmark pytest-timeout pytest-xdist
 	PYTHONPATH=src .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not gpu and not dist" \
 	  -k "not compil and not graph" $(ON_OLDEST_TORCH)

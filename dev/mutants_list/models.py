@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(
         "lazy logits: a weight that changed past its version is not noticed",
         "AtForward.check",
-        "or not torch.equal(_sample(weight), sample)",
-        "",
+        "_differs(_sample(weight), sample)",
+        "_differs(sample, sample)",
         LAZY_LOGITS,
         select="late_read",
     ),

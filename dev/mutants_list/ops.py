@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "loss: ignored tokens get a gradient",
         "ChunkedHeads._no_gradients",
-        "to_be_filled if self.rows is None else torch.zeros_like",
-        "to_be_filled if self.rows is None else torch.ones_like",
+        "self._to_be_filled if self.rows is None else torch.zeros_like",
+        "self._to_be_filled if self.rows is None else torch.ones_like",
         LOSS,
     ),
     Mutant(

@@ -288,8 +288,8 @@ def simulate(
 ) -> "Simulated":
     """Simulates a step (forward, loss and backward): peak bytes, and pinned bytes. Or an evaluation: forward and loss,
     with the cache that the model creates by default."""
-    if (setup.gpus > 1 or setup.load_in_4bit) and Version(torch.__version__) < Version("2.10"):
-        pytest.skip("torch 2.9 runs neither FSDP2's collectives nor bitsandbytes on tensors without data")
+    if (setup.gpus > 1 or setup.load_in_4bit) and Version(torch.__version__) < Version("2.11"):
+        pytest.skip("torch 2.10 runs neither FSDP2's collectives nor bitsandbytes on tensors without data")
     with ExitStack() as modes:
         host = HostMemory()
         model = build(config, setup, modes, host, rank).train(not evaluate)

@@ -6,10 +6,12 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import scatter_gather
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import seqtile
@@ -88,7 +90,23 @@ def test_a_copy_uses_what_is_its_own(name: str, mode: str, how: str) -> None:
             of_embeddings = torch.autograd.grad(model(**batch).loss, model.model.embed_tokens.weight)[0]
             assert relative_error(found[-1][1]["model.embed_tokens.weight"], of_embeddings) > 1e-4, "nothing is its own"
     assert_equal(found[1], found[0])
-    assert unread(output.logits)
+    assert output.logits is None if name == "replica" else unread(output.logits)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_data_parallel_collects_losses_without_logits(return_dict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training it would compute all logits on each GPU, and collect them on one. An evaluation may want them."""
+    gather = SimpleNamespace(apply=lambda device, dim, *tensors: torch.stack([tensor + 0 for tensor in tensors]))
+    monkeypatch.setattr(scatter_gather, "Gather", gather)
+    model, batch = tiled_copy(build("llama"), layer=False), whole(40) | {"return_dict": return_dict}
+    outputs = [replica(model)(**batch) for _ in range(2)]
+    collected = scatter_gather.gather(outputs, 0)
+    loss, logits = (collected.loss, collected.logits) if return_dict else collected[:2]
+    assert loss.shape == (2,) and logits is None
+    assert unread(replica(model)(**batch | {"labels": None, "return_dict": True}).logits)
+    with torch.no_grad():
+        collected = scatter_gather.gather([replica(model)(**batch) for _ in range(2)], 0)
+    assert collected[1].shape == (2, 1, 40, 211)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from models.layered import whole
@@ -160,6 +161,27 @@ def test_a_late_read_is_right_or_refused(change: str) -> None:
         with pytest.raises(RuntimeError, match=said):
             late()
     assert before.detach().shape == (B, S, V), "what was computed stays"
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that make the host wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += function.overloadpacket.__name__ in ("equal", "_local_scalar_dense", "is_nonzero")
+        return function(*args, **kwargs or {})
+
+
+def test_a_read_and_its_backward_wait_once_each() -> None:
+    """Whatever the number of weights."""
+    head, x = made()  # a weight and a bias
+    logits = lazy_logits(LogitsRecipe(x, head))
+    with Waits() as reading:
+        read = logits.logsumexp(-1).sum() + logits.sin().sum()
+    with Waits() as backward:
+        read.backward()
+    assert (reading.count, backward.count) == (2, 2)
 
 
 def test_autocast_dropout_and_training_as_in_the_forward() -> None:

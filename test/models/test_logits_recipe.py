@@ -21,6 +21,7 @@ STEPS = {
     "biased, then scaled": lambda x: (x + torch.arange(V).float()) * 0.5,
     "scaled, biased, cast, cut": lambda x: (2 * x + torch.ones(1, V)).float()[:, 1:].contiguous(),
     "flattened": lambda x: x.view(-1, V),
+    "scaled by name": lambda x: torch.mul(input=x, other=2.0),
 }
 OTHER = {
     "capped twice": lambda x: (x / 5).tanh().tanh(),
@@ -36,6 +37,7 @@ READS = (
     lambda x: x @ torch.ones(V, 2),
     lambda x: -x,
     lambda x: torch.cat([x, x]),
+    lambda x: torch.cat(tensors=[x, x]),
 )
 
 

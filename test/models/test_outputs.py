@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 from transformers.loss import loss_utils
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -15,6 +16,9 @@ import seqtile
 from models.layered import in_groups, tiled_copy, whole
 from seqtile.models import base_model, mlp
 from seqtile.models import layer as layers
+from seqtile.models.logits_recipe import LogitsRecipe
+from seqtile.models.loss import _cross_entropy as tiled_cross_entropy
+from seqtile.ops.reduction import divided
 from support.assertions import relative_error, unread
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, config_of
@@ -207,3 +211,15 @@ def test_status_text() -> None:
     assert f"REFUSES: {why}" in str(seqtile.status(model).layer)
     with pytest.raises(ValueError, match=why):
         model(**batch_of(1, 101))
+
+
+def test_the_number_of_items_may_be_on_another_device() -> None:
+    """A head in chunks divides by it wherever it is, as Hugging Face's loss does. On tensors without data."""
+    hidden, labels = torch.ones(1, 40, 8, device="meta"), torch.ones(1, 40, dtype=torch.long, device="meta")
+    logits, items = LogitsRecipe(hidden, nn.Linear(8, 11, device="meta")), torch.tensor([41])
+    options = {"chunked": True, "chunk_tokens": CHUNK, "with_logits": False}
+    loss = tiled_cross_entropy(logits, labels, num_items=items, **options)
+    assert (loss.device.type, loss.shape) == ("meta", ())
+    with FakeTensorMode():
+        total, items = torch.ones((), device="cuda:0"), torch.ones(1, device="cuda:1")
+        assert divided(total, items).device == total.device

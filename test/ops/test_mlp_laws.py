@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from seqtile import gated_mlp
+from seqtile.ops.linear import WeightGrad
 from support.assertions import relative_error
 from support.measure import FlopCount, LiveBytes, eager_memory
 
@@ -60,3 +61,20 @@ def test_error_of_the_weight_gradients_does_not_grow_with_chunks(dtype: torch.dt
         errors = {n: relative_error(gradient[i], true) for n, gradient in ours.items()}
         assert max(errors.values()) <= 1.05 * errors[1], errors
         assert max(errors.values()) <= 1.1 * relative_error(untiled[i], true), errors
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1)])
+def test_no_sum_on_a_gpu_is_a_row(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases of torch take one row for a bias, which they hand to cublasLt."""
+    products = []
+    monkeypatch.setattr(
+        torch, "addmm", lambda total, left, right, **of: products.append((total, left @ right, of["out"]))
+    )
+    with FakeTensorMode():
+        left, right = (torch.empty(8, size, dtype=torch.bfloat16, device="cuda") for size in shape)
+        total = WeightGrad(torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
+        total.add(left, right)
+        ((given, product, out),) = products
+    assert given is out and given.shape == product.shape == (5, 1)
+    assert given.untyped_storage()._cdata == total.buffer.untyped_storage()._cdata
+    assert total.rows(slice(0, shape[0])) is total, "zeros need not be written first"

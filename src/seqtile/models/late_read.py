@@ -93,7 +93,8 @@ class AtForward:
             call = partial(_called_with, head, gathered) if gathered else call
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
-            self.check(recipe, gathered)
+            if gathered or gathers(head):  # so far only shards were checked
+                self.check(recipe, gathered)
             if function is None and not self._draws:
                 return recipe.of(hidden, call)
             of_rows = function or (lambda rows: rows)
@@ -103,7 +104,7 @@ class AtForward:
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
         """Raises RuntimeError if the head, the hidden states or the head's weights (`weights` if given) changed since
-        the forward."""
+        the forward. Waits for the device once, to compare the samples of the weights."""
         changed, weights = [], weights or _weights_of(recipe.head)
         if not InChunks(head=recipe.head).environment().computes_as(self._environment):
             changed.append("the head's hooks or forwards")
@@ -111,12 +112,17 @@ class AtForward:
             changed.append("its adapters")
         if _version(self._hidden) != self._hidden_version:
             changed.append("the hidden states")
+        differs = {}
         for name, weight in weights.items():
             before, version, sample = self._weights[name]
             if isinstance(weight, DTensor) != isinstance(before, DTensor):
                 continue  # one is a shard, the other the whole weight
-            if (weight is before and _version(weight) != version) or not torch.equal(_sample(weight), sample):
+            if weight is before and _version(weight) != version:
                 changed.append(f"the head's {name}")
+            else:
+                differs[name] = _differs(_sample(weight), sample)
+        if differs and torch.stack([*differs.values()]).any():
+            changed += [f"the head's {name}" for name, differ in differs.items() if differ]
         if changed:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
@@ -176,6 +182,13 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
     held = getattr(weight, "ds_tensor", weight)
     held = (held.to_local() if isinstance(held, DTensor) else held).detach()
     return held[tuple(slice(None, None, max(1, size // 32)) for size in held.shape)].clone()
+
+
+def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Returns a bool tensor [] on the device: nothing waits for it yet."""
+    if now.shape != before.shape:
+        return torch.ones((), dtype=torch.bool, device=before.device)
+    return (now != before).any()
 
 
 def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:

@@ -308,9 +308,9 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
     attention, mlp = layer.self_attn, layer.mlp
     yield process_unfused_reason()
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield norm_unfused_reason(name, getattr(layer, name))
+        yield norm_unfused_reason(name, getattr(layer, name), dtype)
     for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
-        yield norm_unfused_reason(name, getattr(attention, name))
+        yield norm_unfused_reason(name, getattr(attention, name), dtype)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         yield projection_unfused_reason(name, getattr(attention, name), dtype)
     if gated_form(computed_forward(mlp)) is None:

@@ -151,8 +151,10 @@ class LogitsRecipe:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, kwargs = getattr(function, "__name__", "a function of torch's"), kwargs or {}
-        if isinstance(args[0], cls):
+        name, kwargs = getattr(function, "__name__", "a function of torch's"), dict(kwargs or {})
+        if not args and "input" in kwargs:  # torch's name of a first argument
+            args = (kwargs.pop("input"),)
+        if args and isinstance(args[0], cls):
             if function is F.cross_entropy and args[0].cross_entropy is not None:
                 if (loss := args[0].cross_entropy(*args, **kwargs)) is not NotImplemented:
                     return loss

@@ -40,6 +40,7 @@ from seqtile.models.weights import (
     read_projection,
 )
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
+from seqtile.ops.reduction import divided
 from seqtile.renamed import cache_in
 
 _CROSS_ENTROPIES = (  # where one of these was written
@@ -54,9 +55,9 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     """Returns `original`, the forward (a plain function) of a model with a head over a vocabulary, with the loss tiled.
 
     Given `labels` or `shift_labels`, the loss is computed without logits. `logits` is a `LazyLogits`, computed when it
-    is read; None with `skip_logits=True`. Plain logits are computed, by `original`, with `skip_logits=False` and given
-    `logits_to_keep`, both with an untiled loss; and without labels given a cache, or where the forward is compiled,
-    traced or transformed by torch.func.
+    is read; None with `skip_logits=True`, and in training in a replica of torch's DataParallel. Plain logits are
+    computed, by `original`, with `skip_logits=False` and given `logits_to_keep`, both with an untiled loss; and without
+    labels given a cache, or where the forward is compiled, traced or transformed by torch.func.
     """
     parameters = list(inspect.signature(original).parameters.values())
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
@@ -76,6 +77,8 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
         kept = inputs.get("logits_to_keep", 0)
         keeps_all = isinstance(kept, int) and kept == 0
+        if skip_logits is None and has_labels and keeps_all and _is_replica_in_training(self):
+            skip_logits = True
         if skip_logits and not (has_labels and keeps_all):
             raise ValueError(
                 "skip_logits=True asks for a loss alone: pass labels or shift_labels, and no logits_to_keep"
@@ -104,6 +107,11 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         return _with_tensors(output, None if skip_logits else lazy_logits)
 
     return forward
+
+
+def _is_replica_in_training(model: nn.Module) -> bool:
+    """Returns whether torch's DataParallel runs this forward: it would read all logits, to collect them on one GPU."""
+    return getattr(model, "_is_replica", False) and torch.is_grad_enabled()
 
 
 class LazyHead:
@@ -253,7 +261,7 @@ def _cross_entropy(
         total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
         if reduction == "sum":
             return total
-        return total / ((target != ignore_index).sum() if num_items is None else num_items)
+        return divided(total, (target != ignore_index).sum() if num_items is None else num_items)
 
     def of_weight(hidden: torch.Tensor) -> torch.Tensor:
         matrix, bias, *_ = read_projection("lm_head", head)

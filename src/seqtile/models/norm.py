@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from seqtile.models.find import text_model_of
 from seqtile.models.layer_form import is_llamas_norm
@@ -27,7 +28,8 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
         if fits or hidden_states.dim() != 3 or process_unfused_reason() is not None:
             return original(self, hidden_states)
-        return rms_norm(hidden_states, *read_norm(self))
+        weight, eps = read_norm(self)
+        return rms_norm(hidden_states, weight, eps, _output_dtype(self, hidden_states.dtype))
 
     return forward
 
@@ -35,6 +37,12 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
 def read_norm(norm: nn.Module) -> Norm:
     """Reads weight and eps. Under ZeRO-3 each reading is a collective."""
     return Norm(norm.weight, norm.variance_epsilon)
+
+
+def _output_dtype(norm: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of what a norm returns for an input of `dtype`: Llama's multiplies by its weight last."""
+    of_liger = defining_path(computed_forward(norm)) == _LIGERS_NORM
+    return dtype if of_liger else torch.promote_types(dtype, norm.weight.dtype)
 
 
 def norms_of(model: nn.Module) -> list[nn.Module]:
@@ -54,12 +62,17 @@ def norm_verdict(norm: nn.Module) -> Verdict:
     return Verdict("fused", reason, None if reason is None else error)
 
 
-def norm_unfused_reason(name: str, norm: nn.Module) -> str | None:
-    """Says why a norm cannot be fused; see `process_unfused_reason`, too."""
+def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = None) -> str | None:
+    """Says why a norm cannot be fused; see `process_unfused_reason`, too. `dtype`: of the products of what it returns,
+    if known; autocast casts to it."""
     if not _is_norm(norm):
         own = "forward" in vars(norm)
         return f"{name} has a forward of its own" if own else f"{name} is a {named(type(norm))}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
+    # FSDP2 may gather a shard in another dtype.
+    known = dtype is not None and not torch._C._is_any_autocast_enabled() and not isinstance(norm.weight, DTensor)
+    if known and (returned := _output_dtype(norm, dtype)) != dtype:
+        return f"{name} returns {returned}, where its input is in {dtype}"
     reason = call_unfused_reason(norm)
     return None if reason is None else f"{name} {reason}"

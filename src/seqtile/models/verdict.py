@@ -4,8 +4,8 @@
                              compares these with what they were, one by one, by identity   afterwards
 
 It compares the attributes of the module and its submodules, the contents of their dicts and lists (hooks, children,
-parameters, adapters), the classes and their forwards, all globals that the forwards name, torch's functions, and the
-active TorchFunctionModes. This walks no tree and calls no Python function.
+parameters, adapters), the classes and their forwards, all globals that the forwards name, torch's functions, whether
+autocast is on, and the active TorchFunctionModes. This walks no tree and calls no Python function.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -108,7 +108,7 @@ class _Kept:
 
     def now(self, module: nn.Module, dtype: torch.dtype | None) -> Iterable[Any]:
         return chain(
-            (dtype, type(module)),
+            (dtype, torch._C._is_any_autocast_enabled(), type(module)),
             module.__dict__.values(),
             map(type, self._inside),
             chain.from_iterable(chain(map(dict.values, self._dicts), self._lists)),

@@ -39,7 +39,8 @@ def chunk_tokens_everywhere(tokens: int) -> Iterator[None]:
 
 
 def is_trial() -> bool:
-    """Returns whether the current forward runs inside `chunk_tokens_everywhere`."""
+    """Returns whether the current forward runs inside `chunk_tokens_everywhere`. A backward does not know: on a GPU it
+    runs in another thread, which does not see the ContextVar."""
     return not torch.compiler.is_compiling() and _everywhere.get() is not None  # a compiler cannot trace a ContextVar
 
 
@@ -68,12 +69,12 @@ def chunks(tokens: int, chunk_tokens: int) -> list[slice]:
 
 
 def to_be_filled(
-    like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, *, trial: bool
 ) -> torch.Tensor:
     """Allocates a tensor for chunks to fill, like `like` except for `shape` and `dtype`.
 
-    In a trial it is filled with NaN, so that rows that no chunk writes become visible; otherwise they could hold the
-    untiled pass's values. A backward that autograd runs in another thread, as on a GPU, does not see the trial.
+    With `trial` (`is_trial()` of the forward, which a node keeps for its backward) it is filled with NaN, so that rows
+    that no chunk writes become visible; otherwise they could hold the untiled pass's values.
     """
     out = torch.empty_like(like, dtype=dtype) if shape is None else like.new_empty(shape, dtype=dtype)
-    return out.fill_(math.nan) if is_trial() and out.is_floating_point() else out
+    return out.fill_(math.nan) if trial and out.is_floating_point() else out

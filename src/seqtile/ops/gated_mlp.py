@@ -25,7 +25,7 @@ from seqtile.ops.checks import (
     check_operands,
     check_shape,
 )
-from seqtile.ops.chunks import chunks, resolve_chunk_tokens, to_be_filled
+from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.linear import (
     LowRank,
     Projection,
@@ -150,10 +150,10 @@ class GatedMLPFunction(torch.autograd.Function):
         *leaves: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.params, ctx.main_grads = without_tensors(params), main_grads_of(params)
-        ctx.activation, ctx.chunk_tokens, ctx.node = activation, chunk_tokens, node
+        ctx.activation, ctx.chunk_tokens, ctx.node, ctx.trial = activation, chunk_tokens, node, is_trial()
         if node is None:
             ctx.save_for_backward(x, *tensors_of(params))
-        y = to_be_filled(x)
+        y = to_be_filled(x, trial=ctx.trial)
         mlp = MLPChunk(x, min(len(x), chunk_tokens), params, activation)
         for chunk in chunks(len(x), chunk_tokens):
             mlp.forward(x[chunk], out=y[chunk])
@@ -165,7 +165,7 @@ class GatedMLPFunction(torch.autograd.Function):
         x, *tensors = saved_for(ctx)
         params = with_tensors(ctx.params, tensors)
         sums = begin_weight_grads(params, ctx.needs_input_grad[5:], ctx.main_grads)
-        d_x = to_be_filled(x) if ctx.needs_input_grad[0] else None
+        d_x = to_be_filled(x, trial=ctx.trial) if ctx.needs_input_grad[0] else None
         mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
         for chunk in chunks(len(x), ctx.chunk_tokens):
             mlp.backward(x[chunk], d_y[chunk], sums, None if d_x is None else d_x[chunk])

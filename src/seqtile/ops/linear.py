@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-# torch < 2.10 rejects a float32 addend to a half-precision product (pytorch #167931).
-_ADDMM_TAKES_FLOAT32 = torch.__version__ >= "2.10"
 # A CPU has no half-precision product with a float32 sum: operands are copied to float32, at most 4 MiB at a time.
 # Rounding uses blocks of as many rows.
 _CPU_BLOCK = (128, 4096)
@@ -57,6 +55,8 @@ class WeightGrad:
 
     def rows(self, rows: slice) -> "WeightGrad":
         """Returns the sum of some rows of the parameter, as a view of the same buffer."""
+        if rows == slice(0, self._shape[0]):
+            return self
         total = self.total()[rows]
         return WeightGrad(total, main_grad=total)
 
@@ -82,7 +82,9 @@ class WeightGrad:
             _add_in_float32(total, left, right, beta)
         elif not left.is_cuda:  # a simulation computes the same: torch 2.11 cannot simulate addmm's out_dtype
             total.addmm_(left.T, right, beta=beta)
-        elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
+        elif not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
+            if len(total) == 1:  # an adapter of rank 1: some releases take a row for a bias, which cublasLt gets
+                total, left, right = total.T, right, left
             torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
         elif beta == 0:
             total.copy_(torch.mm(left.T, right, out_dtype=torch.float32))

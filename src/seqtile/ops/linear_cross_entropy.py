@@ -22,7 +22,7 @@ from seqtile.ops.checks import (
     check_shape,
     values_known,
 )
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import labelled_rows, reduced, scatter_to_tokens
 from seqtile.ops.tensor_likes import dispatched
@@ -207,6 +207,7 @@ def prepare_head(
         (options,),
         (head.dtype,),
         resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
+        is_trial(),
         values=tuple(dtypes.get(name) for name in Values._fields[1:]),
         differentiable=3,
         accumulate_dtype=accumulate_dtype or own_dtype,

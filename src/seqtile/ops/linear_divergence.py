@@ -8,7 +8,7 @@ import torch
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
 from seqtile.ops.checks import check_device, check_loss_options, check_mask, check_number, check_reduction
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
 from seqtile.ops.tensor_likes import dispatched
@@ -90,6 +90,7 @@ def linear_divergence(
         options,
         (student.dtype, teacher.dtype),
         resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
+        is_trial(),
         values=(torch.float32 if return_entropy else None,),
     )
     found, (entropies,) = masked_loss(ChunkedHeads(spec, (student, teacher)), mask, reduction, num_items)

@@ -18,7 +18,7 @@ Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithm
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -101,6 +101,8 @@ class RowLossSpec(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     """One per head, see `Head.dtype`."""
     chunk_tokens: int
+    trial: bool
+    """See `to_be_filled`."""
     values: tuple[torch.dtype | None, ...] = ()
     """The dtypes of the values other than the losses; None for values that are not requested."""
     differentiable: int = 1
@@ -185,9 +187,12 @@ class ChunkedHeads(NamedTuple):
     def new_values(self, others: bool = True) -> list[torch.Tensor | None]:
         """Allocates the losses of the tokens that count, [n], and with `others` the requested other values; else
         None."""
-        losses, dtypes = to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32), self.spec.values
+        losses, dtypes = self._to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32), self.spec.values
         wanted = [dtype if others else None for dtype in dtypes]
         return [losses, *(None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted)]
+
+    def _to_be_filled(self, *like: Any) -> torch.Tensor:
+        return to_be_filled(*like, trial=self.spec.trial)
 
     def run(
         self,
@@ -237,7 +242,7 @@ class ChunkedHeads(NamedTuple):
     def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
         """Returns a head's gradient sums, still empty."""
         (hidden, weight, bias), spec = self.heads[i], self.spec
-        make, dtype = to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
+        make, dtype = self._to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
         one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens
         # One product is rounded before it is scaled, and float16 has too little range for that.
         one_product &= weight.dtype != torch.float16 and weight.dtype in (spec.dtypes[i], torch.float32)

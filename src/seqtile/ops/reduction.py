@@ -43,10 +43,15 @@ def reduced(
         return total
     if num_items is None and chunked.labelled == 0:
         return total + math.nan  # like torch's mean of nothing; its gradients are zeros
+    return divided(total, chunked.labelled if num_items is None else num_items)
+
+
+def divided(total: torch.Tensor, num_items: int | float | torch.Tensor) -> torch.Tensor:
+    """Returns total / num_items, a scalar. A tensor `num_items` has one element, on any device."""
     if isinstance(num_items, torch.Tensor):
         num_items = num_items.reshape(()).float()  # a CPU scalar divides a GPU tensor without a copy
         num_items = num_items.to(total.device) if num_items.is_cuda else num_items
-    return total / (chunked.labelled if num_items is None else num_items)
+    return total / num_items
 
 
 def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:

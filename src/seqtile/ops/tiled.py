@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
-from seqtile.ops.chunks import chunks, resolve_chunk_tokens, to_be_filled
+from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.ops.save_early import save_early, saved_for
@@ -133,7 +133,7 @@ def _tiled(
     given, node = save_early((*inputs, *shared), () if used_alone else params)
     fn = fn if isinstance(fn, Holding) else Holding(fn, [("", fn, None)])
     state = ForwardState.now(inputs[0].device)
-    call = Call(fn, len(inputs), params, (), step, dim, node, torch.is_grad_enabled(), state)
+    call = Call(fn, len(inputs), params, (), step, dim, node, torch.is_grad_enabled(), state, is_trial())
     held = call.held(given, ValueError)
     first, used = call.run_first(held, given)
     found = [param for param in params if not used_alone or id(param) in used]
@@ -171,6 +171,7 @@ class Call(NamedTuple):
     a gradient."""
     differentiate: bool
     state: ForwardState
+    trial: bool  # see `to_be_filled`
 
     def cut(self, tensor: torch.Tensor, chunk: slice) -> torch.Tensor:
         return tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
@@ -222,7 +223,7 @@ class TiledFunction(torch.autograd.Function):
         for result in results:
             shape = list(result.shape)
             shape[call.dim] = length
-            outputs.append(to_be_filled(result, shape))
+            outputs.append(to_be_filled(result, shape, trial=call.trial))
         for chunk in chunks(length, call.step):
             if chunk.start:
                 with torch.no_grad():
@@ -244,7 +245,8 @@ class TiledFunction(torch.autograd.Function):
             )
         needs = ctx.needs_input_grad[3:]
         given = saved[: len(needs) - len(call.params)]
-        d_inputs = [to_be_filled(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]
+        inputs = zip(given, needs[: call.inputs], strict=False)
+        d_inputs = [to_be_filled(x, trial=call.trial) if need else None for x, need in inputs]
         shared = given[call.inputs :]
         main_grads = [None] * len(shared) + [main_grad_of(param) for param in call.params]
         sums = weight_grads((*shared, *call.params), needs[call.inputs :], main_grads)

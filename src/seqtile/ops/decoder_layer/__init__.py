@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
-from seqtile.ops.checks import autocast_dtype, check_operands
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.checks import autocast_dtype, check_device, check_operands
+from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
 from seqtile.ops.decoder_layer.attention_graph import Attend
 from seqtile.ops.decoder_layer.params import LayerParams, LayerSizes
@@ -52,7 +52,8 @@ def decoder_layer(
     """Computes a layer's output [B, S, D] of its input x [B, S, D].
 
     Args:
-        params: of x's dtype (any under autocast); of one device; adapters in any dtype.
+        params: of x's dtype (any under autocast); of one device; norms and adapters in any dtype. What a norm computes
+            is rounded to x's dtype (autocast's under autocast).
         rotary: cos and sin, [B or 1, S, K]; None for a layer without positions.
         attend: the attention, of all heads or of a group of them: [B, h, S, K] and twice [B, kv, S, K] to [B, S, h, K].
             Leaves that it uses get their gradients. If such a leaf is not among `extra_tensors`, attention runs twice
@@ -92,6 +93,7 @@ def decoder_layer(
         activation=activation,
         scale=scale,
         dtype=autocast_dtype(x) or x.dtype,
+        trial=is_trial(),
     )
     cos, sin = (None, None) if rotary is None else (angles.flatten(0, 1).contiguous() for angles in rotary)
     call = AttentionCall(
@@ -111,11 +113,14 @@ def _check(
 ) -> None:
     """Raises TypeError or ValueError, see `decoder_layer`."""
     attention, mlp = params
-    operands = {"x": x, "norm": attention.norm.weight, "mlp_norm": mlp.norm.weight}
+    operands = {"x": x}
     projections = {name: getattr(attention, name) for name in ("q", "k", "v", "o")}
     projections |= {name: getattr(mlp, name) for name in ("gate", "up", "down")}
     operands |= {f"{name}_weight": one.weight for name, one in projections.items() if one.quantized is None}
     check_operands("decoder_layer", "x", operands)
+    for name, norm in (("norm", attention.norm), ("mlp_norm", mlp.norm)):
+        check_operands("decoder_layer", name, {name: norm.weight})
+        check_device("decoder_layer", name, norm.weight, "x", x)
     if rotary is not None and any(angles.requires_grad for angles in rotary):
         raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")
     if head_groups is not None and any(tensor.dim() == 4 and tensor.shape[1] > 1 for tensor in extra_tensors):

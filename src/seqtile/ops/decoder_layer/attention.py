@@ -237,7 +237,7 @@ class _Backward:
         sizes, out = self.sizes, self.outs[group]
         self.outs[group] = None
         projection = self.params.o.slice_in(sizes.group_columns(group)[0][0]).to(sizes.dtype)
-        d_out = to_be_filled(out, dtype=sizes.dtype)
+        d_out = to_be_filled(out, dtype=sizes.dtype, trial=sizes.trial)
         for chunk in chunks(len(out), sizes.chunk_tokens):
             projection.backward(self.d_h[chunk].to(sizes.dtype), out=d_out[chunk])
         if sizes.scale != 1:

@@ -70,6 +70,8 @@ class LayerSizes:
     """The factor of what attention and MLP add to the residual stream."""
     dtype: torch.dtype
     """The dtype of the products."""
+    trial: bool
+    """See `to_be_filled`."""
 
     @property
     def tokens(self) -> int:

@@ -57,7 +57,7 @@ class PostAttentionFunction(torch.autograd.Function):
         ctx.params = without_tensors(params)
         if node is None:
             ctx.save_for_backward(x, *attn_output, *tensors_of(params))
-        y = to_be_filled(x, (sizes.batch, sizes.length, x.shape[1]))
+        y = to_be_filled(x, (sizes.batch, sizes.length, x.shape[1]), trial=sizes.trial)
         compute = _Chunks(sizes, params, x, attn_output)
         for _, h, normed in compute.each_chunk(y.view(x.shape)):
             h.add_(compute.mlp.forward(normed, out=normed), alpha=sizes.scale)
@@ -79,7 +79,8 @@ class PostAttentionFunction(torch.autograd.Function):
 def _backward(compute: "_Chunks", sums: Sequence[Any], d_y: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of h [T, D], and adds those of the parameters to `sums`. Its chunks are gone when the sums
     are rounded."""
-    d_h, sizes, norm, of_norm = to_be_filled(compute.x), compute.sizes, compute.norm, sums[0].weight
+    sizes, norm, of_norm = compute.sizes, compute.norm, sums[0].weight
+    d_h = to_be_filled(compute.x, trial=sizes.trial)
     d_norm = None if of_norm is None else of_norm.total()
     d_rows = torch.empty_like(compute.rows)
     for chunk, h, normed in compute.each_chunk():

@@ -136,7 +136,7 @@ def project(
     """Computes the buffer of a group, and with `keep_pre_norm_qk` its queries and keys before their norms."""
     projections, head_norms, sizes = inputs.projections(group), inputs.head_norms, inputs.sizes
     tokens, (heads, kv_heads), width = len(inputs.x), sizes.group_heads, sizes.head_dim
-    buffer = inputs.x.new_empty(tokens, heads + 2 * kv_heads, width, dtype=sizes.dtype)
+    buffer = to_be_filled(inputs.x, (tokens, heads + 2 * kv_heads, width), sizes.dtype, trial=sizes.trial)
     pre_norm_qk = buffer.new_empty(tokens, heads + kv_heads, width) if keep_pre_norm_qk else None
     flat = buffer.view(tokens, -1)
     for chunk in chunks(tokens, normed.chunk_tokens):
@@ -172,7 +172,7 @@ class QKVGradients:
         wholes = zip((self._sums.q, self._sums.k, self._sums.v), sizes.group_columns(group), strict=True)
         sums, add = [whole.sums_of(rows) for whole, (rows, _) in wholes], self._d_normed is not None
         if self._through_norm and not add:
-            self._d_normed = to_be_filled(x, dtype=sizes.dtype)
+            self._d_normed = to_be_filled(x, dtype=sizes.dtype, trial=sizes.trial)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
         normed, rows = NormedInput(inputs), min(len(x), sizes.chunk_tokens)
         d_rows = x.new_empty(rows, heads + 2 * kv_heads, sizes.head_dim, dtype=sizes.dtype)

@@ -137,9 +137,11 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
 
 def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
-    """Warns once in training, where every MLP keeps what it computes until the backward; adds the chunk to `said`."""
-    if mlp.training and not torch.compiler.is_compiling() and not keeps_nothing():
-        said.append(chunk)
+    """At the first step adds the chunk to `said`, and warns if every MLP keeps what it computes until the backward."""
+    if not mlp.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or inside_chunk():
+        return
+    said.append(chunk)
+    if not keeps_nothing():
         logger.warning_once(
             f"seqtile: a batch fits in one chunk of {chunk} tokens, so its MLPs run untiled, and without activation "
             "checkpointing all keep what they compute; if memory is short, call model.gradient_checkpointing_enable(), "

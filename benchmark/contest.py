@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, is_lost, peak_bytes, synchronize
 from benchmark.errors import relative_error
-from benchmark.shapes import LONG, SHAPES, SMALL, Case, Shape, small
+from benchmark.shapes import LONG, SHAPES, SMALL, Case, Shape, short_chunks, small
 from benchmark.subject import Absent, Entry, Forward, Operands, Subject
 from torch import nn
 
@@ -76,7 +76,8 @@ def truth(subject: Subject, shape: Shape) -> tuple[Any, list[torch.Tensor]]:
 def small_error(subject: Subject, contestant: str, shape: Shape) -> float:
     """The largest relative error of output and gradients in the dtype that is measured, on a small input."""
     operands, right = truth(subject, shape)
-    return worst_error(computed(subject, contestant, operands), right)
+    with short_chunks():
+        return worst_error(computed(subject, contestant, operands), right)
 
 
 def worst_error(ours: list[torch.Tensor], right: list[torch.Tensor]) -> float:

@@ -1,8 +1,12 @@
 """Shapes, named by model, and the lengths at which each is measured."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
+from unittest.mock import patch
 
+from seqtile import rules
 from seqtile.memory.setup import KNOWN, Shape
 
 SHAPES = {
@@ -54,3 +58,10 @@ def cases(size: str, lengths: Lengths = LENGTHS) -> list[Case]:
 def small(shape: Shape) -> Shape:
     """The same kind of model, narrow."""
     return replace(shape, hidden=128, mlp=200, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1000)
+
+
+@contextmanager
+def short_chunks() -> Iterator[None]:
+    """Inside, a chunk of a narrow model's MLPs is shorter than `SMALL` in a checkpoint too."""
+    with patch.object(rules, "MLP_CHUNK_BYTES", 0):
+        yield

@@ -167,6 +167,14 @@ MUTANTS = (
         ("ops/test_chunks.py",),
     ),
     Mutant(
+        "a reentrant checkpoint's recomputation has shorter chunks than its forward",
+        "keeps_nothing",
+        "return torch._C._current_graph_task_id() != -1",
+        "return False",
+        ("ops/test_chunks.py",),
+        select="where_nothing_is_kept",
+    ),
+    Mutant(
         "MLP: gradients arrive in the forward's order",
         "views_of",
         "tensor.view_as(tensor) for tensor in tensors_of(parts)]",

@@ -1,12 +1,23 @@
 """The rules that a tiled model and its plan both follow: tokens of a chunk, groups of heads, heads of a rank."""
 
+from math import ceil
+
 MIN_CHUNK_TOKENS = 2048
+MLP_CHUNK_BYTES = 2**29  # of what an untiled MLP computes of a chunk; an 8B model's chunk of D tokens has as much
+CHUNK_MULTIPLE = 512  # of tokens, a whole number of every matrix product's blocks
 MAX_AUTO_GROUPS = 8  # what exists of one group only is an eighth then, and its products are wide still
 
 
-def default_chunk_tokens(hidden_size: int, sparsity: float = 1) -> int:
-    """Returns the tokens of a chunk; `sparsity` is experts / experts a token in a mixture. See `ops/chunks.py`."""
-    return max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
+def default_chunk_tokens(hidden_size: int, sparsity: float = 1, mlp_size: int = 0, itemsize: int = 2) -> int:
+    """Returns the tokens of a chunk, see `ops/chunks.py`.
+
+    `sparsity` is experts / experts a token in a mixture. `mlp_size` is the MLP's inner width where the chunk is found
+    by bytes, else 0; `itemsize` are the bytes of an element of its products."""
+    tokens = max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
+    if mlp_size == 0 or sparsity != 1:
+        return tokens
+    a_token = (5 * mlp_size + hidden_size) * itemsize  # gate, up, activation, product, a gradient; the output
+    return max(tokens, ceil(MLP_CHUNK_BYTES / a_token / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def number_of_groups(kv_heads: int, head_groups: int | str | None, ranks: int = 1) -> int | None:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark import small_models
 from benchmark.ledger import Ledger, Prediction, predicted, step_of_completions, steps, without_data
 from benchmark.rates import H200, Rates
 from benchmark.shapes import SHAPES
@@ -84,3 +85,13 @@ def test_the_table_of_completions(shares: bool, row: str) -> None:
     figures = [step.seconds(), step.floor(), step.core / H200.flops]
     shown = re.search(rf"^\| {row} +\| +([\d.]+) \| +([\d.]+) \| +([\d.]+) \|$", PAGE.read_text(), re.M)
     assert [f"{seconds:.2f}" for seconds in figures] == [*shown.groups()]
+
+
+@pytest.mark.full("half a minute of a page of predictions", but=("Qwen3-0.6B",))
+@pytest.mark.parametrize("model", small_models.MODELS)
+def test_small_models_and_their_table(model: str) -> None:
+    """No way takes more than 1.03 of the untiled layer's predicted time, and the page shows all."""
+    *chunks, short, long = small_models.row(model)
+    assert all(float(ratio) <= 1.03 for ratio in f"{short} / {long}".split(" / "))
+    row = f"| {' | '.join((*chunks, short, long))} |"
+    assert row in (PAGE.parent / "how-it-works.md").read_text().splitlines()

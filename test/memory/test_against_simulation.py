@@ -29,6 +29,7 @@ UNEVEN = SMOLLM2 | {"num_hidden_layers": 2, "hidden_size": 1152, "head_dim": 128
 
 HOST, LIGER, LORA = {"offload": ("activations",)}, {"liger": True}, {"lora_rank": 16}
 LAYER = {"tiles": memory.TILES}
+CHUNK = {"chunk_tokens": 2 * K}  # with Liger, whose MLPs are simulated in whole layers alone
 GROUPS = LAYER | {"head_groups": "auto"}
 QLORA = LORA | {"load_in_4bit": True}
 AUTOCAST = {"autocast": True}
@@ -106,7 +107,7 @@ CASES: dict[str, list[Case]] = {
         llama_daily(16 * K, chunk_tokens=16 * K, liger=True),
         llama(64 * K, **HOST, liger=True),
         llama(64 * K, **HOST, keep_last=2),
-        daily("llama", 32 * K, SMOLLM2 | {"num_hidden_layers": 3, "vocab_size": 8192}, HOST | LIGER),
+        daily("llama", 32 * K, SMOLLM2 | {"num_hidden_layers": 3, "vocab_size": 8192}, HOST | LIGER | CHUNK),
         llama(64 * K, **HOST, keep_last=0),
         llama_daily(32 * K, **HOST, keep_last=9, liger=True),
         llama(64 * K, **LORA),
@@ -145,6 +146,9 @@ CASES: dict[str, list[Case]] = {
         layers(32 * K, GROUPS, dtype="float32"),
         layers(6 * K, GROUPS, dtype="float32"),
         daily("granite", 10 * K, TWO, LAYER),
+        daily("llama", 16 * K, SMOLLM2 | TWO, LAYER),  # in one chunk
+        Case("llama", 16 * K, SMOLLM2 | TWO, {}),
+        Case("llama", 80 * K, SMOLLM2 | TWO, GROUPS),
         daily("llama", 6 * K, TWO, LAYER | {"head_groups": 2, "dtype": "float32"}),
         layers(64 * K, LAYER, HOST),
         layers(64 * K, GROUPS, HOST, keep_last=2),
@@ -188,7 +192,7 @@ CASES: dict[str, list[Case]] = {
     "many_layers_over_gpus": [  # with short shards, gathered weights and waiting gradients outweigh the activations
         Case("llama", 64 * K, {"num_hidden_layers": 24}, HOST | LIGER | over(8, lora_rank=rank)) for rank in (None, 16)
     ],
-    "whole_model": [Case("llama", 32 * K, SMOLLM2, a | b) for a in ({}, HOST) for b in ({}, LIGER)],
+    "whole_model": [Case("llama", 32 * K, SMOLLM2, a | b) for a in ({}, HOST) for b in ({}, LIGER | CHUNK)],
     "accumulated": [  # gradients of an earlier batch exist from the forward on
         llama(2 * K, **ACCUMULATE),
         llama_daily(8 * K, **ACCUMULATE, tiles=()),
@@ -207,7 +211,7 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 10 * K, 8 * K, ACCUMULATE),
     ],
     "heads_that_do_not_divide": [  # 9 query heads and 3 kv heads
-        Case("llama", 24 * K * gpus, UNEVEN, LIGER | over(gpus), gpus == 2) for gpus in (2, 4, 12)
+        Case("llama", 24 * K * gpus, UNEVEN, LIGER | CHUNK | over(gpus), gpus == 2) for gpus in (2, 4, 12)
     ],
     "shared_tokens": [
         sharing(8, 10 * K, 8 * K),

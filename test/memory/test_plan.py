@@ -97,7 +97,10 @@ def test_another_type_is_taken_for_a_llama() -> None:
 def test_the_rule_of_tiles_is_that_of_ops(arch: str) -> None:
     shape = memory.shape_of(tiny_config(arch))
     spread = shape.experts / shape.experts_per_token if shape.experts else 1
-    assert chunk_tokens(shape, memory.Setup(), mlp=True) == resolve_chunk_tokens(None, shape.hidden, spread)
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        ours = resolve_chunk_tokens(None, shape.hidden, spread, shape.mlp, size)
+        assert chunk_tokens(shape, memory.Setup(dtype=dtype), mlp=True) == ours
+    assert chunk_tokens(shape, memory.Setup()) == resolve_chunk_tokens(None, shape.hidden), "of the loss"
 
 
 @pytest.mark.full("of 36 ladders", but=every_value)

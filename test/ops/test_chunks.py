@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import seqtile
-from seqtile.ops.chunks import chunk_tokens_everywhere, chunks, resolve_chunk_tokens
+from seqtile.ops.chunks import chunk_tokens_everywhere, chunks, keeps_nothing, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams, Norm
 from seqtile.ops.linear import Projection
@@ -81,3 +82,50 @@ def test_what_a_backward_does_not_write_is_nan_in_a_trial(module: str, monkeypat
     thread.start()
     thread.join()
     assert x.grad[10:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "itemsize", "tokens"),
+    [
+        (1024, 3072, 2, 16_384),  # Qwen3-0.6B
+        (1024, 3072, 4, 8192),
+        (2560, 9728, 2, 5632),
+        (4096, 14336, 2, 4096),  # Llama-8B
+        (3584, 14336, 2, 3584),  # gemma-2-9b
+        (5120, 25600, 2, 5120),
+    ],
+)
+def test_of_an_mlp_that_keeps_nothing(hidden: int, mlp: int, itemsize: int, tokens: int) -> None:
+    """A chunk makes 512 MiB or has max(2048, D) tokens; experts, and MLPs of unknown width, keep theirs."""
+    assert resolve_chunk_tokens(None, hidden, 1, mlp, itemsize) == tokens
+    assert resolve_chunk_tokens(17, hidden, 1, mlp, itemsize) == 17
+    assert resolve_chunk_tokens(None, hidden, 8, mlp, itemsize) == resolve_chunk_tokens(None, hidden, 8) == 16_384
+
+
+def test_where_nothing_is_kept() -> None:
+    """In both forms of checkpointing the same in the forward and in the recomputation; not among other hooks."""
+    found = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(keeps_nothing())
+        return x.sin().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    for reentrant in (False, True):
+        checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    with torch.no_grad():
+        function(x)
+    with torch.autograd.graph.save_on_cpu():  # outside of a checkpoint
+        checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert found == [True] * 7
+    found.clear()
+    function(x)
+    with torch.autograd.graph.save_on_cpu():
+        function(x)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return function(x)
+
+    checkpoint(inside, x, use_reentrant=False).sum().backward()
+    assert found == [False] * 3, "other hooks inside keep it, and nothing is computed again"

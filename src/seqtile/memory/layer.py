@@ -47,9 +47,10 @@ class ModuleBytes(NamedTuple):
 
 
 def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
-    """Returns the tokens per chunk; the MLP of a mixture of experts has more."""
+    """Returns the tokens per chunk of the loss; with `mlp` those of checkpointed MLPs and layers."""
     sparsity = shape.experts / shape.experts_per_token if mlp and shape.experts else 1
-    return setup.chunk_tokens or default_chunk_tokens(shape.hidden, sparsity)
+    mlp_size = shape.mlp if mlp else 0
+    return setup.chunk_tokens or default_chunk_tokens(shape.hidden, sparsity, mlp_size, setup.bytes)
 
 
 def planned_groups(shape: Shape, setup: Setup) -> int | None:
@@ -83,8 +84,10 @@ class Layer:
     def __init__(self, shape: Shape, setup: Setup, batch: Batch):
         self.shape, self.setup, self.batch = shape, setup, batch
         self.tokens = tokens = batch.tokens
-        self.chunk, self.mlp_chunk = chunk_tokens(shape, setup), chunk_tokens(shape, setup, mlp=True)
-        self.tiled = "layer" in setup.tiles and tokens > self.chunk
+        self.loss_chunk, self.mlp_chunk = chunk_tokens(shape, setup), chunk_tokens(shape, setup, mlp=True)
+        self.chunk = min(tokens, self.mlp_chunk)
+        """Tokens of a chunk of a layer that is tiled as a whole; it may be the only one."""
+        self.tiled = "layer" in setup.tiles and tokens > self.loss_chunk
         self.tiled_mlp = "mlp" in setup.tiles and tokens > self.mlp_chunk
         self.hidden = tokens * shape.hidden * setup.weight_bytes
         """Bytes of a tensor of hidden states."""

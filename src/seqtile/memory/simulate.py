@@ -20,8 +20,8 @@ from seqtile.memory.features import FEATURES, Predicted, Predictor, apply_option
 from seqtile.memory.measure import LiveBytes
 from seqtile.memory.setup import GIB, Setup
 from seqtile.models import apply_seqtile
-from seqtile.models.find import experts_in, layers_of
-from seqtile.models.mlp import sparsity_of
+from seqtile.models.find import experts_in, layers_of, mlps_of
+from seqtile.models.mlp import mlp_size_of, sparsity_of
 from seqtile.models.parts import LAYER
 from seqtile.models.small import config_for, with_few_layers
 from seqtile.renamed import enable_checkpointing
@@ -150,5 +150,6 @@ def _tokens(model: PreTrainedModel) -> int:
     """Returns the shorter length, in tokens."""
     config = model.config.get_text_config()
     sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
-    of_mlp, of_experts = (default_chunk_tokens(config.hidden_size, each) for each in (1, sparsity))
-    return max(CHUNKS * of_mlp, 2 * of_experts)
+    mlp_size, itemsize = mlp_size_of(*mlps_of(model)), model.dtype.itemsize
+    of_mlp = default_chunk_tokens(config.hidden_size, 1, mlp_size, itemsize)
+    return max(CHUNKS * of_mlp, 2 * default_chunk_tokens(config.hidden_size, sparsity))

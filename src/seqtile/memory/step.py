@@ -160,7 +160,7 @@ class Step:
         a cache of keys and values; seqtile's models create none if they compute the loss."""
         shape, setup, layer, tokens = self.shape, self.setup, self.layer, self.tokens
         cache = 0 if "loss" in setup.tiles else shape.layers * 2 * tokens * shape.kv * setup.weight_bytes
-        logits = min(tokens, layer.chunk) * shape.vocab * setup.bytes
+        logits = min(tokens, layer.loss_chunk) * shape.vocab * setup.bytes
         if "loss" not in setup.tiles:  # also in float32, and their logarithms
             logits = tokens * shape.vocab * (2 * FLOAT + setup.bytes * (setup.bytes < FLOAT))
             if self.batch.shared:  # the logits of labelled tokens are copied
@@ -255,7 +255,7 @@ class Step:
                 "loss", norms=norms, loss=kept + (labelled + 2 * logits if batch.shared else 3 * logits) * FLOAT
             )
             return
-        rows = min(batch.labelled, layer.chunk)
+        rows = min(batch.labelled, layer.loss_chunk)
         chunk = rows * shape.vocab * setup.bytes
         if setup.full:
             gradient = 0 if setup.autocast else shape.head_parameters * setup.bytes

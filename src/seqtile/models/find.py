@@ -36,8 +36,12 @@ def is_checkpointed(model: nn.Module) -> bool:
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Returns every module of the text part that is tiled as an MLP, inside PEFT's wrappers; not experts."""
     head = head_of(model)
-    modules = (module for module in _walk(text_model_of(model)) if _is_mlp(module))
-    return [module for module in modules if head is None or head not in module.modules()]
+    return [module for module in mlps_in(text_model_of(model)) if head is None or head not in module.modules()]
+
+
+def mlps_in(module: nn.Module) -> list[nn.Module]:
+    """Returns the MLPs in a module, itself included, inside PEFT's wrappers; not experts."""
+    return [inner for inner in _walk(module) if _is_mlp(inner)]
 
 
 def experts_in(model: nn.Module) -> list[nn.Module]:

@@ -18,12 +18,12 @@ from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
 from seqtile.models.attention_masks import check_attention
-from seqtile.models.find import are_experts, positional_of
+from seqtile.models.find import are_experts, mlps_in, positional_of
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.gathered import gathered, is_sharded
 from seqtile.models.in_chunks import InChunks
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
-from seqtile.models.mlp import activation_of, gated_form, mlp_unfused_reason, read_mlp, sparsity_of
+from seqtile.models.mlp import activation_of, gated_form, mlp_size_of, mlp_unfused_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_unfused_reason, read_norm
 from seqtile.models.placement import KNOWN_PACKAGES, Options, computed_forward, original_forward, package_of
 from seqtile.models.verdict import Verdict, Verdicts
@@ -37,7 +37,7 @@ from seqtile.models.weights import (
     read_projection,
 )
 from seqtile.ops.checks import autocast_dtype
-from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
@@ -51,7 +51,9 @@ _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  
 def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward that replaces `original`, a decoder layer's forward (a plain function).
 
-    The tiled forward calls `original` if the sequence fits in a chunk or the caller asks for attentions. With a cache,
+    The tiled forward calls `original` if the sequence fits in a chunk or the caller asks for attentions. A fused layer
+    does so up to max(2048, D) tokens only, in a checkpoint too, since its kernels write a fraction of what the untiled
+    layer's norms and rotary embedding do: at 0.6B's shape half the time is predicted on a GPU. With a cache,
     it computes all heads at once; if gradients may flow through the cache, it runs the modules of a Llama-shaped layer
     in chunks. Training makes no cache, see base_model.py.
     """
@@ -63,12 +65,17 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     verdicts = Verdicts(layer_verdict)
     of_layer_apart = torch.compiler.disable(verdicts.of, reason="seqtile looks at what the modules of a layer are")
 
-    def fits(layer: nn.Module, hidden: torch.Tensor) -> bool:
-        if hidden.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1]):
-            return False
+    def fits(layer: nn.Module, hidden: torch.Tensor, keeps_nothing: bool) -> bool:
+        tokens, mlp_size, dtype = hidden.shape[:-1].numel(), 0, autocast_dtype(hidden) or hidden.dtype
         if torch.compiler.is_compiling():
-            return not is_sharded(layer)
-        return not verdicts.kept(layer, autocast_dtype(hidden) or hidden.dtype).sharded
+            is_whole = not is_sharded(layer)
+        else:
+            verdict = verdicts.kept(layer, dtype)
+            is_whole = not verdict.sharded
+            if keeps_nothing and verdict.how == "chunked" and verdict.sparsity == 1:
+                mlp_size = verdict.mlp_size
+        chunk = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], 1, mlp_size, dtype.itemsize)
+        return is_whole and tokens <= chunk
 
     def tiled(records_attentions: bool, self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
@@ -94,9 +101,9 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
 
     def forward(self, *args, **kwargs):
         # Decide here: a recomputation inside a checkpoint does not see whether attentions are recorded.
-        whole = fits(self, args[0] if args else kwargs[names[0]])
-        function = inner if whole else partial(tiled, records_attentions())
         checkpoints = _FORWARD_CHECKPOINTS and self.gradient_checkpointing and self.training
+        whole = fits(self, args[0] if args else kwargs[names[0]], checkpoints or keeps_nothing())
+        function = inner if whole else partial(tiled, records_attentions())
         if checkpoints and torch.is_grad_enabled() and type(self).forward is forward:
             if kwargs.get("use_cache") or cache_in(kwargs) is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
@@ -135,7 +142,7 @@ def _compute(
         _note_that_all_is_kept(layer, verdict, options, hidden)
     if verdict.form is not None:
         return _llama_layer(verdict, options, layer, hidden, cache, **without_cache(given))
-    chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
+    chunk_tokens = mlp_chunk_tokens(options.chunk_tokens, hidden, verdict.mlp_size, verdict.sparsity)
     return call_layer_in_chunks(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
 
 
@@ -252,7 +259,9 @@ def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 
 def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
     """Decides how a layer is computed. `dtype` is the dtype of its matrix products, if known."""
     weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
-    return _verdict(layer, dtype)._replace(sharded=is_sharded(layer), weights=weights)
+    return _verdict(layer, dtype)._replace(
+        sharded=is_sharded(layer), weights=weights, mlp_size=mlp_size_of(*mlps_in(layer))
+    )
 
 
 def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
@@ -361,7 +370,7 @@ def _chunked_layer(
         h = x + attention.o_proj(attn_output) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
 
-    chunks = {"rows": x.shape[0], "chunk_tokens": resolve_chunk_tokens(chunk_tokens, x.shape[-1], verdict.sparsity)}
+    chunks = {"rows": x.shape[0], "chunk_tokens": mlp_chunk_tokens(chunk_tokens, x, verdict.mlp_size, verdict.sparsity)}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
     return call_with_further_outputs(post_attention, behind, x, attn_output, **chunks)[0]

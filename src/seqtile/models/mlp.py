@@ -36,7 +36,7 @@ from seqtile.models.weights import (
     silu_unfused_reason,
 )
 from seqtile.ops.checks import autocast_dtype
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.chunks import keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp_of
 from seqtile.ops.linear import Projection
 
@@ -109,7 +109,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         verdict = found(self, x)
         if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self, None), x, *others, chunked=verdict.how == "chunked")
-        chunk = resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
+        chunk = mlp_chunk_tokens(options.chunk_tokens, x, verdict.mlp_size)
         if x.shape[:-1].numel() <= chunk and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
             if not said:
                 _note_that_it_fits(self, chunk, said)
@@ -121,27 +121,31 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
     def tiled(self, verdict: Verdict | None, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         verdict = verdict or found(self, x)  # of weights that were gathered
-        if x.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, x.shape[-1]):
+        chunk = mlp_chunk_tokens(options.chunk_tokens, x, verdict.mlp_size)
+        if x.shape[:-1].numel() > chunk:
             check_untransformed()
         if verdict.how == "fused":
             params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
-            return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
+            return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=chunk)
 
         def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
             return original(self, *(piece.contiguous() for piece in pieces))  # some call view
 
-        return call_in_chunks(of_chunk, verdict.in_chunks[0], x, *others, chunk_tokens=options.chunk_tokens)
+        return call_in_chunks(of_chunk, verdict.in_chunks[0], x, *others, chunk_tokens=chunk)
 
     return forward
 
 
 def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
-    """Warns once in training, and adds the chunk to `said`."""
-    if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
-        said.append(chunk)
+    """At the first step adds the chunk to `said`, and warns if every MLP keeps what it computes until the backward."""
+    if not mlp.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or inside_chunk():
+        return
+    said.append(chunk)
+    if not keeps_nothing():
         logger.warning_once(
-            f"seqtile: a batch fits in one chunk of {chunk} tokens, so its MLPs and layers run untiled and save no "
-            "memory; if all batches are this short, pass a smaller chunk_tokens"
+            f"seqtile: a batch fits in one chunk of {chunk} tokens, so its MLPs run untiled, and without activation "
+            "checkpointing all keep what they compute; if memory is short, call model.gradient_checkpointing_enable(), "
+            "or pass a smaller chunk_tokens"
         )
 
 
@@ -168,7 +172,14 @@ def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) 
     how = "fused" if reason is None else "chunked"
     in_chunks = () if reason is None else (InChunks(mlp=mlp),)
     parameters = tuple(mlp.parameters())
-    return Verdict(how, reason, sharded=is_sharded(mlp), parameters=parameters, in_chunks=in_chunks)
+    of_mlp = {"parameters": parameters, "mlp_size": mlp_size_of(mlp)}
+    return Verdict(how, reason, sharded=is_sharded(mlp), in_chunks=in_chunks, **of_mlp)
+
+
+def mlp_size_of(*mlps: nn.Module) -> int:
+    """Returns the inner width of MLPs: the most features that a projection takes; 0 if none says. Reads no weight."""
+    parts = (part for mlp in mlps for part in mlp.modules())
+    return max((getattr(part, "in_features", 0) or getattr(part, "nx", 0) for part in parts), default=0)  # nx: GPT-2's
 
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:

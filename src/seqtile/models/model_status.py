@@ -37,7 +37,7 @@ class PartStatus:
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
-    """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
+    """Tokens a chunk in training outside autocast, of each kind of module; empty if nothing is tiled."""
     fused: int
     """Of these, the number computed from their weights."""
     chunked: int
@@ -52,6 +52,8 @@ class PartStatus:
     """The number of groups of heads whose attention runs one after the other; None for all heads at once."""
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
+    untiled_tokens: tuple[int, ...] = ()
+    """The most tokens of a batch that runs untiled, of each kind of module; of a fused layer less than a chunk."""
 
     def __str__(self) -> str:
         if self.tiled:
@@ -156,7 +158,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if loss is not None and loss.tiled:
         yield "the loss is computed without logits; outputs.logits is computed when it is read"
     if mlp.tiled:
-        lengths = " or ".join(map(str, mlp.chunk_tokens))
+        lengths = " or ".join(map(str, (layer if layer and layer.tiled else mlp).untiled_tokens))
         parts = "MLPs and layers" if layer else "MLPs"
         yield f"a batch of at most {lengths} tokens is one chunk: there the {parts} run untiled, as without seqtile"
     is_cacheless = any(part is not None and part.tiled for part in (loss, layer))
@@ -215,7 +217,8 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(_package_at(module) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    ways, reason, problem, groups, chunk_tokens = Counter(), None, None, set(), set()
+    ways, reason, problem, groups, chunk_tokens, untiled = Counter(), None, None, set(), set(), set()
+    checkpointed, itemsize = is_checkpointed(model), model.dtype.itemsize
     for module, placement in placements.items():
         verdict, options = part_of[module].verdict(module), placement.options
         ways[verdict.how] += 1
@@ -224,7 +227,11 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
             part_of[module].check(module, options)
         except ValueError as error:
             problem = problem or str(error)
-        chunk_tokens.add(resolve_chunk_tokens(options.chunk_tokens, hidden_size, sparsity_of(module, config)))
+        sparsity = verdict.sparsity if name == "layer" else sparsity_of(module, config)
+        of_module = (sparsity, verdict.mlp_size if checkpointed else 0, itemsize)
+        chunk_tokens.add(resolve_chunk_tokens(options.chunk_tokens, hidden_size, *of_module))
+        short = name == "layer" and (verdict.how == "fused" or sparsity != 1)
+        untiled.add(resolve_chunk_tokens(options.chunk_tokens, hidden_size, *(() if short else of_module)))
         if name == "layer" and options.head_groups:
             groups.add(groups_of(module.self_attn, options.head_groups))
     return PartStatus(
@@ -234,6 +241,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         total=len(part_of),
         others=tuple(others),
         chunk_tokens=tuple(sorted(chunk_tokens)),
+        untiled_tokens=tuple(sorted(untiled)),
         fused=ways["fused"],
         chunked=ways["chunked"],
         reason=reason,

@@ -56,6 +56,8 @@ class Verdict(NamedTuple):
     """The number of elements of a layer's parameters."""
     in_chunks: tuple[Any, ...] = ()
     """Its parts that run in chunks, see `InChunks`."""
+    mlp_size: int = 0
+    """The inner width of an MLP, or of a layer's; 0 if it is not known."""
     sparsity: float = 1
     """Experts over experts per token, of the experts inside."""
 

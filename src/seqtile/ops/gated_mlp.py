@@ -25,7 +25,7 @@ from seqtile.ops.checks import (
     check_operands,
     check_shape,
 )
-from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
+from seqtile.ops.chunks import chunks, is_trial, mlp_chunk_tokens, to_be_filled
 from seqtile.ops.linear import (
     LowRank,
     Projection,
@@ -72,7 +72,8 @@ def gated_mlp(
         gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, an adapter without dropout; a [r, in] and b [out, r] in
             any of the three dtypes, computed in the dtype of x.
         activation: "silu", or "gelu_tanh" (Hugging Face's gelu_pytorch_tanh).
-        chunk_tokens: tokens per chunk; None for max(2048, D).
+        chunk_tokens: tokens per chunk; None for max(2048, D), and in a checkpoint or without gradients for at least as
+            many as make 512 MiB of intermediates, see `seqtile.ops.chunks`.
 
     Returns:
         [..., D], the dtype of x (autocast's dtype under autocast).
@@ -111,7 +112,7 @@ def gated_mlp_of(x: torch.Tensor, params: Projections, activation: str, chunk_to
     """Computes `gated_mlp` from projections, whose weights may be quantized. The forward and the backward each
     dequantize such a weight once, and free the copy when they end."""
     _check(x, params, activation)
-    chunk_tokens = resolve_chunk_tokens(chunk_tokens, x.shape[-1])
+    chunk_tokens = mlp_chunk_tokens(chunk_tokens, x, params[-1].shape[1])
     fits = x.shape[:-1].numel() <= chunk_tokens
     if fits and not any(main_grad is not None for main_grad in main_grads_of(params)):
         return _untiled(x, params, activation)

@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import seqtile
 from seqtile import offload, sp
 from seqtile.fitting import of_every_rank
+from seqtile.models.find import experts_in
 from seqtile.offload.checkpointing import layers_of
+from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name, places
 from seqtile.recipes.data import in_brief, is_out_of_memory, load_model, read_of
 from seqtile.recipes.output import RunResult, written_beside
@@ -215,7 +217,11 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
     with redirect_stderr(io.StringIO()):
         model = model_of(job.model, run.config).train()
     if run.tiled:
-        seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
+        # On a CPU nothing waits for Python, and short chunks show what tiling saves; those of experts stay long.
+        short = job.device == "cpu" and not experts_in(model)
+        chunk_tokens = resolve_chunk_tokens(None, model.config.get_text_config().hidden_size) if short else None
+        groups = number_or_name(job.head_groups)
+        seqtile.apply_seqtile(model, layer=job.layer, head_groups=groups, chunk_tokens=chunk_tokens)
     if ctx is not None:
         sp.apply_ulysses(model, ctx, batches="whole")
     training = (Zero3 if ranks() > 1 and job.shard == "zero3" else Training)(model, job)

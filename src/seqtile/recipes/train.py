@@ -192,7 +192,7 @@ def no_layer_tiled(model: PreTrainedModel, job: Job) -> str | None:
     """Returns that no layer was tiled, and why, where the sequence, or a rank's part of it, is no longer than a
     chunk."""
     status = seqtile.status(model)
-    sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.chunk_tokens]
+    sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.untiled_tokens]
     tokens = math.ceil(job.seq_len / job.sequence_parallel)
     if not sizes or tokens > min(sizes):
         return None

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from seqtile.ops.checks import autocast_dtype, check_device, check_operands
-from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, mlp_chunk_tokens
 from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
 from seqtile.ops.decoder_layer.attention_graph import Attend
 from seqtile.ops.decoder_layer.params import LayerParams, LayerSizes
@@ -89,7 +89,7 @@ def decoder_layer(
         kv_heads=attention.k.shape[0] // head_dim,
         head_dim=head_dim,
         groups=head_groups or 1,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden),
+        chunk_tokens=mlp_chunk_tokens(chunk_tokens, x, mlp.down.shape[1]),
         activation=activation,
         scale=scale,
         dtype=autocast_dtype(x) or x.dtype,

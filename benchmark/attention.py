@@ -40,8 +40,8 @@ class Long:
 
 def bytes_needed(tokens: int, heads: int, kv_heads: int, width: int) -> int:
     """About what forward and backward hold: q, its gradient, the output and its gradient in half precision, a float32
-    sum of the first, the gradients of keys and values for every head; k, v and their gradients; the truth of one kv head
-    in float64."""
+    sum of the first, the gradients of keys and values for every head; k, v and their gradients; the truth of one kv
+    head in float64."""
     return tokens * width * (heads * (4 * 2 + 4 + 2 * 2) + kv_heads * 4 * 2 + 10 * 8)
 
 

@@ -1,10 +1,11 @@
-"""What is known of a GPU, by the calls of dev/gpu_day.sh: which call comes next, and a call's findings as a result file.
+"""What is known of a GPU, by the calls of dev/gpu_day.sh: which call comes next; a call's findings as a result file.
 
     python3 -m benchmark.day next
     python3 -m benchmark.day collect CALL OUT [--commit COMMIT]
 
-`next` prints the first call without a result: one of its subjects has no figure from a GPU in benchmark/results. A check
-has a figure if it compared something, right or wrong, or says why it was skipped; a benchmark if it timed something.
+`next` prints the first call without a result: one of its subjects has no figure from a GPU in benchmark/results. A
+check has a figure if it compared something, right or wrong, or says why it was skipped; a benchmark if it timed
+something.
 `collect` writes what OUT/found.jsonl and OUT/log.txt have into OUT/results/<gpu>-<date>-<call>.json.
 """
 

@@ -3,11 +3,11 @@
     python3 -m benchmark.few_steps [FILE]
 
 16K tokens in bfloat16, a quarter of them without a label; `apply_seqtile(model, layer=True, head_groups="auto")` with
-the layers' inputs in host memory, on the same weights and data as Hugging Face's model under checkpointing. The truth is
-the untiled model in float32. A step changes each weight by 2 % of its norm: plain SGD would change less than bfloat16
-can tell apart. Says what the first step's comparison found, the losses, how far every gradient of the
-first step is from the truth, and the peak beside the plan. Appends it to FILE, as lines of JSON. Ends with 1 if anything
-is wrong.
+the layers' inputs in host memory, on the same weights and data as Hugging Face's model under checkpointing. The truth
+is the untiled model in float32. A step changes each weight by 2 % of its norm: plain SGD would change less than
+bfloat16 can tell apart. Says what the first step's comparison found, the losses, how far every gradient of the first
+step is from the truth, and the peak beside the plan. Appends it to FILE, as lines of JSON. Ends with 1 if anything is
+wrong.
 """
 
 import gc

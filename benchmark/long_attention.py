@@ -70,7 +70,10 @@ def errors(long: Long, out: torch.Tensor) -> dict[str, float]:
     for kv_head in range(long.k.shape[2]):
         heads = slice(kv_head * group, (kv_head + 1) * group)
         rows, d_rows, d_k, d_v = truth(long, kv_head)
-        pairs = {"gradient of k": [(long.k.grad[0, :, kv_head], d_k)], "gradient of v": [(long.v.grad[0, :, kv_head], d_v)]}
+        pairs = {
+            "gradient of k": [(long.k.grad[0, :, kv_head], d_k)],
+            "gradient of v": [(long.v.grad[0, :, kv_head], d_v)],
+        }
         for name, tensor, right in (("output", out, rows), ("gradient of q", long.q.grad, d_rows)):
             pairs[name] = list(zip(tensor[0, long.rows, heads].unbind(0), right.transpose(0, 1).unbind(0), strict=True))
         for name, of_head in pairs.items():

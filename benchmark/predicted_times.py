@@ -1,14 +1,15 @@
 """Puts the ledger's predicted times beside measured ones: `predicted_ms` in the rows of a result file, see `ledger`.
 
-At the rates of products and copies that the same run reached. The core of attention, which the ledger leaves out, counts
-at the rate of products; no kernel of attention reaches it, so a layer is predicted too fast, the more the longer.
+At the rates of products and copies that the same run reached. The core of attention, which the ledger leaves out,
+counts at the rate of products; no kernel of attention reaches it, so a layer is predicted too fast, the more the longer.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmark.ledger import predicted, steps
 from benchmark.rates import Rates
-from benchmark.results import Results, Subject, load, save
+from benchmark.results import Results, Row, Subject, load, save
 from benchmark.shapes import LENGTHS, SHAPES
 
 
@@ -37,7 +38,7 @@ def add(results: Results) -> bool:
     return found
 
 
-def milliseconds(subject: Subject, row: dict, seconds) -> float:
+def milliseconds(subject: Subject, row: Row, seconds: Callable[[Rates], float]) -> float:
     rates = Rates(subject.matmul_tflops * 1e12, subject.copy_gbs * 1e9)
     core = core_flops(row["subject"], row["shape"], row["tokens"]) / rates.flops
     return round(1e3 * (seconds(rates) + core), 3)

@@ -45,7 +45,8 @@ def line_of(row: Row) -> str:
 
 def line_of_check(row: Row) -> str:
     if "error" in row:
-        return f"{'right' if row['right'] else 'WRONG'}  {row['what']}: {float(row['error']):.1e}, allowed {row['allowed']:.1e}"
+        errors = f"{float(row['error']):.1e}, allowed {row['allowed']:.1e}"
+        return f"{'right' if row['right'] else 'WRONG'}  {row['what']}: {errors}"
     return f"{row['what']}: {', '.join(f'{key} {value}' for key, value in row.items() if key not in ('what', 'says'))}"
 
 

@@ -31,22 +31,21 @@ def has_figure(row: Row) -> bool:
     return "both_ms" in row or ("what" in row and ("error" in row or "skipped" in row))
 
 
-def known(directory: Path = RESULTS) -> set[str]:
-    """Returns the subjects of which a GPU's results have a figure."""
+def newest_of(subject: str, directory: Path = RESULTS) -> Results | None:
+    """Returns the latest results of a GPU that have a figure of this subject."""
     found = [load(file) for file in directory.glob("*.json")]
-    return {
-        name
+    with_figures = [
+        results
         for results in found
-        if results.on_gpu
-        for name, subject in results.subjects.items()
-        if any(map(has_figure, subject.rows))
-    }
+        if results.on_gpu and subject in results.subjects and any(map(has_figure, results.subjects[subject].rows))
+    ]
+    return max(with_figures, key=lambda results: results.date, default=None)
 
 
 def next_call(directory: Path = RESULTS) -> str:
     """Returns the first call without a result; the last, if all have one."""
-    subjects = known(directory)
-    return next((call for call, needed in CALLS.items() if not subjects.issuperset(needed)), list(CALLS)[-1])
+    missing = (call for call, subjects in CALLS.items() if not all(newest_of(each, directory) for each in subjects))
+    return next(missing, list(CALLS)[-1])
 
 
 def collected(call: str, found: Path, log: Path, commit: str) -> Results:

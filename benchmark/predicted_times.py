@@ -1,7 +1,8 @@
 """Puts the ledger's predicted times beside measured ones: `predicted_ms` in the rows of a result file, see `ledger`.
 
 At the rates of products and copies that the same run reached. The core of attention, which the ledger leaves out,
-counts at the rate of products; no kernel of attention reaches it, so a layer is predicted too fast, the more the longer.
+counts at the rate of products. No kernel of attention reaches it, so a layer's prediction is too short, the more the
+longer the sequence.
 """
 
 from collections.abc import Callable

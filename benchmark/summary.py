@@ -47,16 +47,20 @@ def line_of_check(row: Row) -> str:
     if "error" in row:
         errors = f"{float(row['error']):.1e}, allowed {row['allowed']:.1e}"
         return f"{'right' if row['right'] else 'WRONG'}  {row['what']}: {errors}"
-    return f"{row['what']}: {', '.join(f'{key} {value}' for key, value in row.items() if key not in ('what', 'says'))}"
+    said = (f"{key} {value}" for key, value in row.items() if key != "what" and not isinstance(value, list))
+    return f"{row['what']}: {', '.join(said)}"
 
 
 def main() -> None:
     for results in found_in(Path(sys.argv[1])):
         print(f"{results.device}, {results.date}, {results.size}")
         for name, subject in results.subjects.items():
-            print(f"{name}: {figure(subject.matmul_tflops, ',.0f')} TFLOP/s, {subject.seconds:.0f} s")
+            judged = [row["right"] for row in subject.rows if "right" in row]
+            rate = f"{figure(subject.matmul_tflops, ',.0f')} TFLOP/s, {subject.seconds:.0f} s"
+            print(f"{name}: {f'{sum(judged)} of {len(judged)} right' if judged else rate}")
             for row in results.rows(name):
-                print(line_of(row))
+                if row.get("right") is not True:  # its step has said so
+                    print(line_of(row))
 
 
 if __name__ == "__main__":

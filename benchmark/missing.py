@@ -28,7 +28,7 @@ class Missing:
     on the GPU with their gradients, and nothing is copied: what is shown is memory.
 
     Where only some parameters of a layer are trained, as LoRA's, they are held beside the frozen weights, and gradients
-    are theirs.
+    are theirs. The first layer then computes no gradient of its input; a single layer stands for others, which do.
 
     Args:
         offload: what is in host memory: activations, weights.
@@ -46,6 +46,7 @@ class Missing:
         self.weights = held(missing * (a_layer + trained * frozen))
         self._inputs = missing * an_input if inputs else 0
         early = max(0, an_input - gradients) if weights else an_input  # of the input that is back already
+        early += an_input if frozen and len(layers) == 1 else 0
         self._gradients = missing * gradients + (0 if inputs else early)
         self._held: torch.Tensor | None = None
         self._hooks = [

@@ -1,5 +1,5 @@
-"""The picture on top of README: predicted peak memory against length, and what was measured of it on a GPU. `make table`
-draws it."""
+"""The picture on top of README: predicted peak memory against length, and what a GPU measured of it. `make table` draws
+it."""
 
 from pathlib import Path
 from textwrap import fill

@@ -11,7 +11,7 @@ from benchmark.terminal import figure, in_host_memory, longest, print_tables, se
 
 ROOT = Path(__file__).parent.parent
 PAGES = {  # the page of each block
-    "measured so far": "README.md",
+    "so far": "README.md",
     "gpu": "docs/benchmarks.md",
     "loss curves": "docs/benchmarks.md",
     "ulysses": "docs/ulysses.md",
@@ -32,7 +32,7 @@ SHAPE = "llama3_8b"
 def blocks(directory: Path = RESULTS) -> dict[str, str]:
     """Returns what the pages show of results."""
     spread = newest(directory, subject="ulysses")
-    found = {"measured so far": so_far.sentences(directory), "gpu": gpu(directory)}
+    found = {"so far": so_far.sentences(directory), "gpu": gpu(directory)}
     found["loss curves"] = loss_curves.block()
     return found | ({} if spread is None else {"ulysses": ulysses(load(spread))})
 

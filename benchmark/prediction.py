@@ -50,7 +50,7 @@ def measured(directory: Path = RESULTS) -> tuple[dict[str, Row], str]:
             label = next((label for label, method in MEASURED_BY.items() if method == row["contestant"]), None)
             if label and row.get("steps") and abs(row["limit_bytes"] / GIB + OF_CUDA - ROOM) < 0.5:
                 found[label] = row
-                about = f"{results.device} ({results.date}, commit {results.subjects['model_step'].commit})"
+                about = f"{results.device}, {results.date}, commit {results.subjects['model_step'].commit}"
     return found, about
 
 
@@ -68,23 +68,20 @@ def caption(directory: Path = RESULTS) -> str:
     """Returns what README says below the picture."""
     lengths = longest()
     ran, where = measured(directory)
-    said = [
-        f"{tokens:,}{f' (measured: {longest_of(ran[label])})' if label in ran else ''}"
-        for label, tokens in lengths.items()
-    ]
-    title = f"Predicted, and where it says so measured on one {where}" if ran else "Predicted, not measured"
+    said = [f"{tokens:,}{f' ({longest_of(ran[label])})' if label in ran else ''}" for label, tokens in lengths.items()]
+    title = f"predicted (in brackets: measured on an {where})" if ran else "predicted, not measured"
     support = (
-        "Measured lengths ran [a few of the layers](docs/benchmarks.md#how-the-ladder-measures)."
+        "[How it was measured](docs/benchmarks.md#how-the-ladder-measures)."
         if ran
         else "Only simulations support this: [no run measured by others has LoRA or whole layers](docs/predictions.md)."
     )
     both = memory.longest(MODEL, **vars(with_features(memory.Setup(**COMMON), "loss, MLP", "Liger"))).tokens
     host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
-        f"*{title}: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} GiB, a fifth "
-        f"of it left free; layers checkpointed, FlashAttention. Longest sequences, in tokens. Hugging Face: {said[0]}; "
+        f"*Longest sequences in tokens, {title}: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} "
+        f"GiB, a fifth of it left free; layers checkpointed, FlashAttention. Hugging Face: {said[0]}; "
         f"Liger (norms, RoPE, tiled loss): {said[1]}; seqtile: {said[2]}; with Liger's norms: {both:,}; with whole "
-        f"layers and attention by groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
+        f"layers and groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
         f"host memory: {said[4]}. {support}*"
     )
     return fill(text, 130)

@@ -25,6 +25,8 @@ def checks_of(directory: Path) -> list[tuple[Results, str, list[Row]]]:
 def sentences(directory: Path = RESULTS) -> str:
     """Returns README's paragraph."""
     found, speed, (lengths, _) = checks_of(directory), of_time(directory), prediction.measured(directory)
+    where = {f" ({results.device}, {results.date})" for results, *_ in found}
+    speed = speed.replace(*where, "") if len(where) == 1 else speed  # that is said already
     said = [of_checks(found)] if found else [] if speed or lengths else [NOTHING]
     said += [speed] if speed else []
     left = ["times"] * (not speed) + ["lengths and memory"] * (not lengths)
@@ -39,7 +41,7 @@ def of_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
     judged = [row for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
     where = f"**On an {results.device}** ({results.date}, commit {results.subjects[part].commit})"
-    link = "[checks](docs/benchmarks.md#measured-on-a-gpu)"
+    link = "[checks](docs/benchmarks.md)"
     verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"all {len(judged)} {link} are right"
     plan = next((row for row in rows if row["what"] == "plan"), None)
     peak = f"; a step peaked at {plan['of'] / GIB:.1f} GiB, planned {plan['planned_bytes'] / GIB:.1f}" if plan else ""

@@ -26,22 +26,16 @@ from benchmark.ladder import LIMITS
 from benchmark.methods import METHODS
 from benchmark.subject import Absent, needs
 
-SHARES = dict(zip(METHODS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5), strict=True))
+SHARES = dict(zip(METHODS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5, 1, 2, 2, 3, 9), strict=True))
 """Of the time; what one leaves the next have."""
 STARTING = 15  # seconds that a method's process takes before its first step
 PATIENCE = 60  # seconds beyond its own that a method has to end
 FEWER = {
-    "smoke": ("huggingface", "seqtile_head_groups_offload_weights"),
-    "quick": (
-        "huggingface",
-        "liger",
-        "seqtile_loss_mlp",
-        "seqtile_layer_offload",
-        "seqtile_head_groups_offload_weights",
-    ),
+    "smoke": ("huggingface_lora", "seqtile_head_groups_offload_weights"),
+    "quick": tuple(name for name, method in METHODS.items() if method.frozen),
+    "full": tuple(name for name, method in METHODS.items() if not method.frozen),
 }
-"""Of a size: the methods, where these are not all; of a quick run as few as tell the story, since each takes seconds to
-start."""
+"""Of a size: the methods, where these are not all; of a quick run the lines of README's picture."""
 ROOT = Path(__file__).parent.parent
 
 
@@ -100,7 +94,7 @@ def test_model_step(record, request: pytest.FixtureRequest, contestant: str) -> 
     row: dict[str, Any] = {"status": "no time left"}
     try:
         for package in METHODS[contestant].needs:
-            needs(package)
+            needs(package, gpu=package != "peft")
         if seconds > 0:
             limit = limit_of(size, option("--memory-limit"))
             with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():

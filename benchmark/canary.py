@@ -3,23 +3,24 @@
     python3 -m benchmark.canary [FILE]
 
 Appends what each did to FILE, as lines of JSON. A kernel is right if it is at most twice as far
-from the truth as torch in the same dtype. Ends with 1 if anything is wrong.
+from the truth as torch in the same dtype. Ends with 1 if anything is wrong. First it says which attention torch's sdpa
+chooses for the shapes that a model asks it for.
 """
 
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from benchmark.attention import backend
+from benchmark.checks import Findings, Found, judged, run
 from benchmark.contest import WRONG
-from benchmark.device import DEVICE, DTYPE, free_memory, is_lost
-from benchmark.errors import FLOOR, relative_error
+from benchmark.device import DEVICE, DTYPE
+from benchmark.errors import relative_error
 from benchmark.models import build, offloaded
 from benchmark.one_tile import Tile, tile_at_hand
-from benchmark.rows import append
 
 from seqtile import apply_seqtile
 from seqtile.kernels import LossOptions
@@ -39,16 +40,6 @@ EPS = 1e-5
 OF_SUM = 1e-4  # relative error of sums of products in float32; bfloat16 would have 2e-3
 
 
-class Found(NamedTuple):
-    what: str
-    error: float
-    allowed: float
-
-
-def judged(what: str, ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> Found:
-    return Found(what, relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + FLOOR)
-
-
 def some_rows(tokens: int) -> torch.Tensor:
     return torch.linspace(0, tokens - 1, ROWS).long().to(DEVICE)
 
@@ -62,7 +53,7 @@ def all_written(what: str, *tensors: torch.Tensor) -> Found:
     return Found(f"{what}: not finite", float(sum((~x.isfinite()).sum().item() for x in tensors)), 0)
 
 
-def cross_entropy(tile: Tile) -> Iterator[Found]:
+def cross_entropy(tile: Tile) -> Findings:
     logits = tile.random(tile.tokens, tile.shape.vocab)
     target = torch.randint(tile.shape.vocab, (tile.tokens,), device=DEVICE)
     rows = some_rows(tile.tokens)
@@ -79,7 +70,7 @@ def cross_entropy(tile: Tile) -> Iterator[Found]:
     yield all_written("cross-entropy", losses, logits)
 
 
-def gated_activation(tile: Tile) -> Iterator[Found]:
+def gated_activation(tile: Tile) -> Findings:
     gate, up, d_product = (tile.random(tile.tokens, tile.shape.mlp) for _ in range(3))
     rows = some_rows(tile.tokens)
     before = [x[rows] for x in (gate, up, d_product)]
@@ -96,7 +87,7 @@ def gated_activation(tile: Tile) -> Iterator[Found]:
     yield all_written("gated activation", product, gate, up, d_product)
 
 
-def norm(tile: Tile) -> Iterator[Found]:
+def norm(tile: Tile) -> Findings:
     width = tile.shape.hidden
     x, d_y, add = (tile.random(tile.tokens, width) for _ in range(3))
     weight, d_weight = tile.random(width), torch.zeros(width, device=DEVICE)
@@ -115,7 +106,7 @@ def norm(tile: Tile) -> Iterator[Found]:
     yield all_written("rms norm", y, d_x)
 
 
-def rotary(tile: Tile) -> Iterator[Found]:
+def rotary(tile: Tile) -> Findings:
     heads, width = tile.shape.heads, tile.shape.head_dim
     x, angles = tile.random(tile.tokens, heads, width), tile.random(tile.tokens, width // 2, dtype=torch.float32)
     cos, sin = (torch.cat([f(angles)] * 2, 1).to(DTYPE) for f in (torch.cos, torch.sin))
@@ -131,21 +122,39 @@ def rotary(tile: Tile) -> Iterator[Found]:
     yield Found("rotary, there and back", relative_error(back, x.double() * length), WRONG[DTYPE])
 
 
-def weight_gradient(tile: Tile) -> Iterator[Found]:
-    """The float32 sum, begun (beta 0: what the buffer held is ignored) and added to (beta 1)."""
-    lefts, rights = ([tile.random(tile.tokens, n) for _ in range(2)] for n in (tile.shape.vocab, tile.shape.hidden))
-    grad = WeightGrad(torch.empty(tile.shape.vocab, tile.shape.hidden, dtype=DTYPE, device=DEVICE))
-    grad.buffer.fill_(torch.nan)
-    rows = some_rows(tile.shape.vocab)
-    truth = torch.zeros(ROWS, tile.shape.hidden, dtype=torch.float64, device=DEVICE)
-    for beta, left, right in zip((0, 1), lefts, rights, strict=True):
-        grad.add(left, right)
-        truth += left[:, rows].double().t() @ right.double()
-        yield Found(f"float32 sum, beta {beta}", relative_error(grad.buffer[rows], truth), OF_SUM)
-    yield all_written("float32 sum", grad.buffer)
+def weight_gradient(tile: Tile) -> Findings:
+    """The float32 sum, begun (beta 0: what the buffer held is ignored) and added to (beta 1): of the head's weight, and
+    of the two of a LoRA of rank 1, whose products cuBLAS may compute another way."""
+    width = tile.shape.hidden
+    for name, out, into in (("head", tile.shape.vocab, width), ("[1, D]", 1, width), ("[D, 1]", width, 1)):
+        grad = WeightGrad(torch.empty(out, into, dtype=DTYPE, device=DEVICE))
+        grad.buffer.fill_(torch.nan)
+        rows = some_rows(out)
+        truth = torch.zeros(ROWS, into, dtype=torch.float64, device=DEVICE)
+        for beta in (0, 1):
+            left, right = tile.random(tile.tokens, out), tile.random(tile.tokens, into)
+            grad.add(left, right)
+            truth += left[:, rows].double().t() @ right.double()
+            yield Found(f"float32 sum, {name}, beta {beta}", relative_error(grad.buffer[rows], truth), OF_SUM)
+        yield all_written(f"float32 sum, {name}", grad.buffer)
 
 
-def offload(tile: Tile) -> Iterator[Found]:
+def attention_chosen(tile: Tile) -> Findings:
+    """Which attention sdpa chooses: for a layer's heads, one head group's, in float32, and with a mask."""
+    heads, kv_heads, width = tile.shape.heads, tile.shape.kv_heads, tile.shape.head_dim
+    group = heads // kv_heads
+    yield {"what": "cuDNN", "version": str(torch.backends.cudnn.version())}
+    cases = {"a layer's heads": (heads, kv_heads, DTYPE), "a head group": (group, 1, DTYPE)}
+    cases["float32"] = (heads, kv_heads, torch.float32)
+    for name, (queries, keys, dtype) in cases.items():
+        q, k = (tile.random(1, n, tile.tokens, width, dtype=dtype).requires_grad_() for n in (queries, keys))
+        yield {"what": "sdpa", "case": name, "chooses": backend(q, k, k)}
+    q, k = (tile.random(1, heads, tile.tokens, width).requires_grad_() for _ in range(2))
+    mask = torch.ones(1, 1, tile.tokens, tile.tokens, dtype=torch.bool, device=DEVICE).tril()
+    yield {"what": "sdpa", "case": "with a mask", "chooses": backend(q, k, k, mask)}
+
+
+def offload(tile: Tile) -> Findings:
     """Three layers, checkpointed with their inputs on the GPU, and once more with them in host memory."""
     model = build(tile.shape, DTYPE, layers=3, vocab=8)
     apply_seqtile(model, loss=False)
@@ -169,42 +178,16 @@ def offload(tile: Tile) -> Iterator[Found]:
     )  # gigabytes, so not in float64 on the host
 
 
-CHECKS: dict[str, Callable[[Tile], Iterator[Found]]] = {
-    check.__name__: check for check in (cross_entropy, gated_activation, norm, rotary, weight_gradient, offload)
+CHECKS: dict[str, Callable[[Tile], Findings]] = {
+    check.__name__: check
+    for check in (attention_chosen, cross_entropy, gated_activation, norm, rotary, weight_gradient, offload)
 }
 
 
-def checked(name: str, tile: Tile, note: Callable[[dict[str, object]], None]) -> bool:
-    """Whether all is right; an exception is a result like any other."""
-    right = True
-    try:
-        for what, error, allowed in CHECKS[name](tile):
-            good = error <= allowed  # NaN is wrong
-            right &= good
-            print(f"{'right' if good else 'WRONG'}  {what}: {error:.1e}, allowed {allowed:.1e}", flush=True)
-            note({"what": what, "error": repr(error), "allowed": allowed, "right": good})
-    except Exception as error:
-        print(f"FAILED {name}", flush=True)
-        traceback.print_exc()
-        note({"what": name, "right": False, "why": f"{type(error).__name__}: {error}"[:400]})
-        right = False
-    return right
-
-
 def main() -> None:
-    torch.manual_seed(0)
-
-    def note(row: dict[str, object]) -> None:
-        for file in sys.argv[1:2]:
-            append(Path(file), {"part": "canary"} | row)
-
-    wrong = []
-    for name in CHECKS:
-        wrong += [] if checked(name, tile_at_hand(), note) else [name]
-        if is_lost():
-            sys.exit(f"{name} took the device with it")
-        free_memory()
-    sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
+    tile = tile_at_hand()
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    run("canary", {name: partial(check, tile) for name, check in CHECKS.items()}, file)
 
 
 if __name__ == "__main__":

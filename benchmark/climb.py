@@ -67,8 +67,10 @@ def parts_of_flops(shape: Shape, layers: int, tokens: int) -> tuple[float, float
     return 6.0 * weights * tokens, 6.0 * layers * tokens**2 * shape.q
 
 
-def model_flops(shape: Shape, layers: int, tokens: int) -> float:
-    return sum(parts_of_flops(shape, layers, tokens))
+def model_flops(shape: Shape, layers: int, tokens: int, frozen: bool = False) -> float:
+    """Of a frozen model no gradient of a weight is computed: a third less in products with weights."""
+    weights, attention = parts_of_flops(shape, layers, tokens)
+    return weights * (2 / 3 if frozen else 1) + attention
 
 
 def next_length(steps: list[Step], failed: int | None, limit: int, grain: int) -> int | None:

@@ -11,3 +11,9 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     assert value.shape == truth.shape
     norm = truth.norm()
     return ((value - truth).norm() / (norm if norm > 0 else 1)).item()
+
+
+def distance(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """||value - truth|| / ||truth|| as `relative_error`, where the truth lies and in its dtype: of what is large."""
+    norm = truth.norm()
+    return ((value.detach().to(truth.dtype) - truth).norm() / (norm if norm > 0 else 1)).item()

@@ -2,10 +2,10 @@
 
 python -m benchmark.ladder METHOD FILE --size SIZE --limit BYTES --deadline TIME --matmul-tflops RATE
 
-A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, gradients that begin at
-None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. A step counts if
-its loss and every gradient are finite. Writes what was found into FILE as JSON. Source of the ladder: Arctic Long
-Sequence Training, table 1.
+A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, or LoRA's adapters of
+frozen ones; gradients that begin at None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every
+layer checkpointed. A step counts if its loss and every gradient are finite. Writes what was found into FILE as JSON.
+Source of the ladder: Arctic Long Sequence Training, table 1.
 """
 
 import argparse
@@ -78,8 +78,9 @@ class Runner:
         return self.figures(tokens, layers, used, statistics.median(before + after for before, _, after in found))
 
     def figures(self, tokens: int, layers: int, used: int, seconds: float) -> Step:
-        rate = model_flops(self.shape, layers, tokens) / seconds
-        a_second = tokens * rate / model_flops(self.shape, self.shape.layers, tokens)
+        frozen = self.method.frozen
+        rate = model_flops(self.shape, layers, tokens, frozen) / seconds
+        a_second = tokens * rate / model_flops(self.shape, self.shape.layers, tokens, frozen)
         return Step(tokens, layers, used, seconds, a_second, rate / self.matmul)
 
 

@@ -1,7 +1,8 @@
 """The methods of the ladder: what is applied to a model, and whether it is still right then.
 
 Weights and gradients are on the GPU; of the methods that end with `weights` they are in host memory, as in the recipes
-of Arctic Long Sequence Training for one GPU, see `Missing`.
+of Arctic Long Sequence Training for one GPU, see `Missing`. The methods that end with `lora` train adapters of a frozen
+model, as the lines of README's picture.
 """
 
 from collections.abc import Callable
@@ -34,6 +35,19 @@ def liger(model: PreTrainedModel, **parts: bool) -> None:
     apply_liger_kernel_to_llama(model=model, **parts)
 
 
+LORA_RANK = 16
+
+
+def lora(model: PreTrainedModel) -> None:
+    """PEFT's adapters in float32 on every projection of a layer, random: as they usually start, half of their gradients
+    are zero."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    model.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=LORA_RANK, target_modules=projections, init_lora_weights=False), model)
+
+
 def deepspeed_mlps(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         layer.mlp.forward = MethodType(deepspeed_tiled_forward, layer.mlp)
@@ -47,6 +61,11 @@ class Method:
     """Of `seqtile.memory.longest`, where it knows the method."""
     needs: tuple[str, ...] = ()
     """Packages, and a GPU for them."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return "lora_rank" in (self.setup or {})
 
     @property
     def offload(self) -> tuple[str, ...]:
@@ -74,6 +93,14 @@ def seqtile(setup: dict[str, Any], *before: Apply, needs: tuple[str, ...] = ()) 
     return Method((*before, tiled, offloaded) if "offload" in setup else (*before, tiled), setup, needs)
 
 
+def adapters(*names: str, before: tuple[Apply, ...] = (), needs: tuple[str, ...] = ()) -> Method:
+    """LoRA with these features of `seqtile.memory`; without `apply_seqtile` where something else is applied before."""
+    setup = features(*names) | {"lora_rank": LORA_RANK}
+    if before or not setup["tiles"]:
+        return Method((lora, *before), setup, ("peft", *needs))
+    return seqtile(setup, lora, needs=("peft",))
+
+
 METHODS = {
     "huggingface": Method((), features("nothing")),
     "liger": Method((liger,), needs=("liger_kernel",)),
@@ -90,6 +117,11 @@ METHODS = {
     "seqtile_head_groups_offload": seqtile(features("groups", "host")),
     "seqtile_layer_offload_weights": seqtile(features("loss, MLP, layer") | IN_HOST_MEMORY),
     "seqtile_head_groups_offload_weights": seqtile(features("groups") | IN_HOST_MEMORY),
+    "huggingface_lora": adapters("nothing"),
+    "liger_lora": adapters("loss", "Liger", before=(liger,), needs=("liger_kernel",)),
+    "seqtile_lora": adapters("loss, MLP"),
+    "seqtile_head_groups_lora": adapters("groups"),
+    "seqtile_head_groups_offload_lora": adapters("groups", "host"),
 }
 
 
@@ -105,7 +137,7 @@ def error(method: Method, shape: Shape) -> tuple[float, float]:
     """The largest relative error of loss and gradients of a small model, and that of Hugging Face in the same dtype."""
     ids = torch.randint(shape.vocab, (1, SMALL), device=DEVICE)
     torch.manual_seed(0)
-    plain = prepared(Method(()), shape, 2)
+    plain = prepared(Method((lora,) if method.frozen else ()), shape, 2)
     exact = deepcopy(plain).double()
     found = [gradients(model, ids) for model in (exact, plain)]
     torch.manual_seed(0)
@@ -120,8 +152,9 @@ class WrongStep(Exception):
 
 
 def check_step(model: PreTrainedModel, loss: torch.Tensor) -> None:
-    """Raises WrongStep unless the loss and every parameter's gradient are there, finite, and not all zero."""
-    found = {"the loss": loss.detach()} | {f"{name}.grad": each.grad for name, each in model.named_parameters()}
+    """Raises WrongStep unless the loss and every trained parameter's gradient are there, finite, and not all zero."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    found = {"the loss": loss.detach()} | {f"{name}.grad": each.grad for name, each in trained.items()}
     for name, tensor in found.items():
         if tensor is None:
             raise WrongStep(f"{name} is None")
@@ -133,4 +166,4 @@ def check_step(model: PreTrainedModel, loss: torch.Tensor) -> None:
 def gradients(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]

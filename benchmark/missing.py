@@ -27,6 +27,9 @@ class Missing:
     on theirs. Two layers have them all; for a single one, bytes stand for those of the others. Embedding and head stay
     on the GPU with their gradients, and nothing is copied: what is shown is memory.
 
+    Where only some parameters of a layer are trained, as LoRA's, they are held beside the frozen weights, and gradients
+    are theirs. The first layer then computes no gradient of its input; a single layer stands for others, which do.
+
     Args:
         offload: what is in host memory: activations, weights.
     """
@@ -37,10 +40,14 @@ class Missing:
         assert len(layers) > inputs and (weights or not inputs)
         missing = (shape.layers if weights else max(2, len(layers))) - len(layers)
         an_input, a_layer = (DTYPE.itemsize * size for size in (tokens * shape.hidden, shape.layer_parameters))
-        self.weights = held(missing * a_layer)
+        trained = sum(each.nbytes for each in layers[0].parameters() if each.requires_grad)
+        frozen = any(not each.requires_grad for each in layers[0].parameters())
+        gradients = trained if frozen else a_layer
+        self.weights = held(missing * (a_layer + trained * frozen))
         self._inputs = missing * an_input if inputs else 0
-        early = max(0, an_input - a_layer) if weights else an_input  # of the input that is back already
-        self._gradients = self.weights.nbytes + (0 if inputs else early)
+        early = max(0, an_input - gradients) if weights else an_input  # of the input that is back already
+        early += an_input if frozen and len(layers) == 1 else 0
+        self._gradients = missing * gradients + (0 if inputs else early)
         self._held: torch.Tensor | None = None
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._hold(self._inputs)),

@@ -4,13 +4,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmark import loss_curves, plans, prediction
+from benchmark import loss_curves, plans, predicted_times, prediction, so_far
 from benchmark.markdown import rewritten, table
 from benchmark.results import RESULTS, Results, Row, load, newest
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"gpu": "docs/benchmarks.md", "loss curves": "docs/benchmarks.md", "ulysses": "docs/ulysses.md"}  # blocks
+PAGES = {  # the page of each block
+    "so far": "README.md",
+    "gpu": "docs/benchmarks.md",
+    "loss curves": "docs/benchmarks.md",
+    "ulysses": "docs/ulysses.md",
+}
 UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",
@@ -26,19 +31,33 @@ SHAPE = "llama3_8b"
 
 def blocks(directory: Path = RESULTS) -> dict[str, str]:
     """Returns what the pages show of results."""
-    on_gpu, spread = newest(directory, gpu=True), newest(directory, subject="ulysses")
-    found = {"gpu": UNMEASURED if on_gpu is None else "\n\n".join(measured_on_gpu(load(on_gpu), on_gpu))}
+    spread = newest(directory, subject="ulysses")
+    found = {"so far": so_far.sentences(directory), "gpu": gpu(directory)}
     found["loss curves"] = loss_curves.block()
     return found | ({} if spread is None else {"ulysses": ulysses(load(spread))})
 
 
-def write(root: Path = ROOT) -> None:
+def gpu(directory: Path) -> str:
+    """What was measured on a GPU: checks, and of each benchmark the results that count."""
+    files: dict[Path, list[str]] = {}
+    for subject in (*TITLES, "model_step"):
+        if (file := newest(directory, subject=subject, gpu=True)) is not None:
+            files.setdefault(file, []).append(subject)
+    parts = so_far.checks(directory)
+    for file, subjects in files.items():
+        results = load(file)
+        results.subjects = {name: results.subjects[name] for name in subjects}
+        parts += measured_on_gpu(results, file)
+    return "\n\n".join(parts) or UNMEASURED
+
+
+def write(root: Path = ROOT, directory: Path = RESULTS) -> None:
     """Writes the pages' blocks and README's picture below `root`."""
     places = PAGES | plans.PAGES
-    for name, block in (blocks() | plans.blocks(root)).items():
+    for name, block in (blocks(directory) | plans.blocks(root, directory)).items():
         page = root / places[name]
         page.write_text(rewritten(page.read_text(), name, block))
-    prediction.draw(root / prediction.PICTURE)
+    prediction.draw(root / prediction.PICTURE, directory)
 
 
 def measured_on_gpu(results: Results, file: Path) -> list[str]:
@@ -60,6 +79,7 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
         if rows := [row for row in results.rows(subject) if row.get("shape") == SHAPE]:
             parts += [by_length(title, rows)]
             parts += [over_liger(rows)] if subject == "decoder_layer" else []
+            parts += [over_prediction(title, rows)] if any("predicted_ms" in row for row in rows) else []
             parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
     if rows := results.rows("model_step"):
         parts += [ladder(rows), f"![The ladder]({_picture(file, 'ladder')})"]
@@ -81,6 +101,18 @@ def over_liger(rows: list[Row]) -> str:
     title = "Time of a layer over Hugging Face's with Liger's kernels"
     ours = [row for row in rows if row["contestant"].startswith("seqtile")]
     return by_length(title, ours, lambda row: figure(row.get("time_x_liger")))
+
+
+def over_prediction(title: str, rows: list[Row]) -> str:
+    """Beside the ledger."""
+
+    def cell(row: Row) -> str:
+        if "predicted_ms" not in row:
+            return ""
+        return f"{row['both_ms']:,.1f} / {row['predicted_ms']:,.1f} = {row['both_ms'] / row['predicted_ms']:.2f}"
+
+    about = f"{title}: milliseconds measured / [predicted](#predicted-not-measured), attention at the rate of products"
+    return by_length(about, [row for row in rows if "predicted_ms" in row], cell)
 
 
 def by_length(title: str, rows: list[Row], cell: Callable[[Row], str] = cell_of) -> str:
@@ -136,6 +168,7 @@ def ulysses(results: Results) -> str:
 
 
 def main() -> None:
+    predicted_times.add_to(RESULTS)
     write()
     file = newest(gpu=True) or newest()
     if file is None:

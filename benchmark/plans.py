@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmark import prediction, published
 from benchmark.markdown import table
+from benchmark.results import RESULTS
 from typer.testing import CliRunner
 
 from seqtile import memory
@@ -54,9 +55,9 @@ ABLATION = {  # of ALST, in the order of `memory.ladder`
 GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
 
 
-def blocks(root: Path) -> dict[str, str]:
+def blocks(root: Path, results: Path = RESULTS) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
-    made = (prediction.caption(), command((root / PLANNING).read_text()), fit(), shared_tokens())
+    made = (prediction.caption(results), command((root / PLANNING).read_text()), fit(), shared_tokens())
     made += (published.peaks(), lengths(), whole_layers(), quantised())
     made += tuple(case(found) for found in CASE.findall((root / CASES).read_text()))
     return dict(zip(PAGES, made, strict=True))

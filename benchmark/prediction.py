@@ -1,10 +1,13 @@
-"""The picture on top of README: predicted peak memory against length. `make table` draws it."""
+"""The picture on top of README: predicted peak memory against length, and what a GPU measured of it. `make table` draws
+it."""
 
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import matplotlib
+from benchmark.results import RESULTS, Row, load
+from benchmark.terminal import longest as longest_of
 
 from seqtile import memory
 from seqtile.memory.features import with_features
@@ -28,6 +31,29 @@ LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> feature
 }
 
 
+MEASURED_BY = {  # label -> method of the ladder
+    "Hugging Face": "huggingface_lora",
+    "with Liger": "liger_lora",
+    "seqtile": "seqtile_lora",
+    "seqtile, layer=True, head_groups": "seqtile_head_groups_lora",
+    "and offload": "seqtile_head_groups_offload_lora",
+}
+OF_CUDA = 1  # GiB that a plan reserves
+
+
+def measured(directory: Path = RESULTS) -> tuple[dict[str, Row], str]:
+    """Returns the ladder's newest row of each line, of those measured on a GPU in the picture's memory; and on what."""
+    found, about = {}, ""
+    of_gpus = [results for results in map(load, directory.glob("*.json")) if results.on_gpu]
+    for results in sorted(of_gpus, key=lambda results: results.date):
+        for row in results.rows("model_step"):
+            label = next((label for label, method in MEASURED_BY.items() if method == row["contestant"]), None)
+            if label and row.get("steps") and abs(row["limit_bytes"] / GIB + OF_CUDA - ROOM) < 0.5:
+                found[label] = row
+                about = f"{results.device}, {results.date}, commit {results.subjects['model_step'].commit}"
+    return found, about
+
+
 def setups() -> dict[str, dict[str, Any]]:
     """Returns the fields of memory.Setup of each line."""
     return {label: vars(with_features(memory.Setup(**COMMON), *names)) for label, (names, _) in LINES.items()}
@@ -38,25 +64,32 @@ def longest() -> dict[str, int]:
     return {label: memory.longest(MODEL, **setup).tokens for label, setup in setups().items()}
 
 
-def caption() -> str:
+def caption(directory: Path = RESULTS) -> str:
     """Returns what README says below the picture."""
     lengths = longest()
-    said = [f"{tokens:,}" for tokens in lengths.values()]
+    ran, where = measured(directory)
+    said = [f"{tokens:,}{f' ({longest_of(ran[label])})' if label in ran else ''}" for label, tokens in lengths.items()]
+    title = f"predicted (in brackets: measured on an {where})" if ran else "predicted, not measured"
+    support = (
+        "[How it was measured](docs/benchmarks.md#how-the-ladder-measures)."
+        if ran
+        else "Only simulations support this: [no run measured by others has LoRA or whole layers](docs/predictions.md)."
+    )
     both = memory.longest(MODEL, **vars(with_features(memory.Setup(**COMMON), "loss, MLP", "Liger"))).tokens
     host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
-        f"*Predicted, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} GiB, a fifth "
-        f"of it left free; layers checkpointed, FlashAttention. Longest sequences, in tokens. Hugging Face: {said[0]}; "
+        f"*Longest sequences in tokens, {title}: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} "
+        f"GiB, a fifth of it left free; layers checkpointed, FlashAttention. Hugging Face: {said[0]}; "
         f"Liger (norms, RoPE, tiled loss): {said[1]}; seqtile: {said[2]}; with Liger's norms: {both:,}; with whole "
-        f"layers and attention by groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
-        f"host memory: {said[4]}. Only simulations support this: [no run measured by others has LoRA or whole "
-        "layers](docs/predictions.md).*"
+        f"layers and groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
+        f"host memory: {said[4]}. {support}*"
     )
     return fill(text, 130)
 
 
-def draw(file: Path) -> None:
+def draw(file: Path, directory: Path = RESULTS) -> None:
     """Writes the picture, the same bytes every time; its words stay text."""
+    ran, where = measured(directory)
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "seqtile", "font.size": 11})
     figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
     lengths = [4096 * 2 ** (step / 4) for step in range(36)]
@@ -67,9 +100,13 @@ def draw(file: Path) -> None:
         peaks = [memory.plan(MODEL, seq_len=length, **setup).gpu_bytes / GIB for length in tokens]
         axes.plot(tokens, peaks, linewidth=2.2, label=f"{label}: {end:,} tokens", **style)
         axes.plot(end, ROOM, "o", color=style["color"])
+        for step in ran[label]["steps"][-1:] if label in ran else []:
+            axes.plot(step["tokens"], step["bytes"] / GIB + OF_CUDA, "*", color=style["color"], markersize=13)
     axes.axhline(GPU_GIB, color="black", linewidth=1)
     axes.axhline(ROOM, color="black", linewidth=1, linestyle=":")
     axes.text(4096, ROOM + 1, "a fifth is left free", fontsize=9)
+    if ran:
+        axes.text(4096, ROOM + 6, f"stars: measured, {where}", fontsize=9)
     axes.set(xscale="log", xlabel="tokens of one sequence", ylabel="peak memory, GiB", ylim=(0, GPU_GIB * 1.06))
     axes.set_xticks([2**power * 1024 for power in range(2, 12, 1)])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}K"))

@@ -86,6 +86,6 @@ def newest(directory: Path = RESULTS, *, subject: str | None = None, gpu: bool =
         return any("both_ms" in row for name in names for row in results.rows(name)) and (results.on_gpu or not gpu)
 
     def rank(file: Path) -> tuple[bool, bool, str]:
-        return found[file].memory_limit_gb is None, found[file].size != "quick", found[file].date
+        return found[file].memory_limit_gb is None, found[file].size not in ("quick", "first"), found[file].date
 
     return max((file for file, results in found.items() if counts(results)), key=rank, default=None)

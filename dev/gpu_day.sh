@@ -1,24 +1,31 @@
 #!/usr/bin/env bash
-# A borrowed GPU's time, in three calls of MINUTES each (default 9; from 20 on the contests and the ladder are in full):
-#   dev/gpu_day.sh OUT 1 [MINUTES]   the machine, each kernel once, how long the parts of a tile take, loss, MLP and layer
-#                                    beside Hugging Face and Liger, the tests
-#   dev/gpu_day.sh OUT 2 [MINUTES]   the contests of loss, MLP, layer and offload
-#   dev/gpu_day.sh OUT 3 [MINUTES]   the ladder
-# or, instead of the number, a file with steps of its own. It needs bash and python3, no make, git or network.
+# Fifteen minutes on a rented GPU: one call of MINUTES (default 9), and a second one if it follows at once. Calls are in the
+# order of what is not yet known:
+#   dev/gpu_day.sh OUT next [MINUTES]   the first of these without a GPU's result in benchmark/results
+#   dev/gpu_day.sh OUT right            or 1: each kernel once, a few training steps beside the untiled model, attention
+#                                       beyond 2**31 elements, the tests
+#   dev/gpu_day.sh OUT fast             or 2: loss, MLP and layer beside Hugging Face, Liger and torch; the parts of a tile
+#   dev/gpu_day.sh OUT long             or 3: the longest sequences, beside the plan's; how well offload overlaps
+# or, instead of the name, a file with steps of its own. It needs bash and python3, no make, git or network.
 #   WHEELS=DIR    what that Python lacks, see dev/wheels.sh; default: wheels, if it is there
 #   COMMIT=...    names what is measured, where there is no git
 #   SIZE=tiny     to rehearse without a GPU
 # A step that hangs, dies or fails is noted, and the next one begins. In OUT from the first minute on: log.txt, what every
-# step said; summary.txt; found.jsonl; results/. In the end at most 8 files.
+# step said; summary.txt; found.jsonl; results/, which belongs in benchmark/results. In the end at most 8 files.
 set -uo pipefail
-call=${2:?expected a directory, and 1, 2, 3 or a file of steps}
+call=${2:?expected a directory, and next, right, fast, long or a file of steps}
 minutes=${3:-9}
-if [[ -f $call ]]; then
-  call=$(realpath "$call")
-elif [[ $call != [123] ]]; then
-  echo "expected 1, 2, 3 or a file of steps; got $call" >&2
-  exit 2
-fi
+[[ -f $call ]] && call=$(realpath "$call")
+case $call in
+  1) call=right ;;
+  2) call=fast ;;
+  3) call=long ;;
+  next | right | fast | long | /*) ;;
+  *)
+    echo "expected next, right, fast, long or a file of steps; got $call" >&2
+    exit 2
+    ;;
+esac
 if [[ ! $minutes =~ ^[1-9][0-9]*$ ]]; then
   echo "expected whole minutes; got $minutes" >&2
   exit 2
@@ -32,7 +39,14 @@ worst=0
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="src:test:.:$site" PYTHONUNBUFFERED=1
+[[ ${SIZE:-} == tiny ]] && export OMP_NUM_THREADS=1 # other processes may hold the cores
+if [[ $call == next ]]; then
+  call=$("$python" -m benchmark.day next) || exit
+fi
 mkdir -p "$out/results"
+if head=$(git rev-parse --short HEAD 2>/dev/null); then
+  COMMIT=$head$([[ -z $(git status --porcelain --untracked-files=no) ]] || echo +)
+fi
 
 note() { echo "$*" | tee -a "$out/summary.txt"; }
 
@@ -64,38 +78,44 @@ step() {
 
 minutes_of() { printf "%d.%02d" $(($1 / 60)) $(($1 % 60 * 5 / 3)); }
 
-bench() { # SIZE SECONDS SUBJECTS: and forty more, in which it is ended
+bench() { # SIZE SECONDS SUBJECTS [OPTION...]: and forty more, in which it is ended
   [[ ${SIZE:-} == tiny ]] && set -- smoke "$2" "$3"
-  local options=(--size "$1" --minutes "$(minutes_of "$2")" --subjects "$3" --directory "$out/results")
-  SHOW=1 step "bench $3" $(($2 + 40)) "$python" -m benchmark.run "${options[@]}" ${COMMIT:+--commit "$COMMIT"}
+  local options=(--size "$1" --minutes "$(minutes_of "$(($2 > 1 ? $2 : 1))")" --subjects "$3" "${@:4}")
+  SHOW=1 step "bench $3" $(($2 + 40)) "$python" -m benchmark.run "${options[@]}" --directory "$out/results" \
+    --commit "${COMMIT:-unknown}"
 }
 
-call_1() {
-  SHOW=40 step probe 60 "$python" -m benchmark.probe "$out/found.jsonl"
-  SHOW=40 step canary 90 "$python" -m benchmark.canary "$out/found.jsonl"
-  SHOW=20 step "kernel times" 75 "$python" -m benchmark.kernel_times "$out/found.jsonl"
-  bench first $((20 * minutes)) "linear_cross_entropy gated_mlp decoder_layer"
-  local left=$((end - SECONDS - 30))
-  if ((left < 40)); then
+left() { echo $((end - SECONDS)); }
+
+call_right() {
+  SHOW=40 step probe 45 "$python" -m benchmark.probe "$out/found.jsonl"
+  SHOW=60 step canary 90 "$python" -m benchmark.canary "$out/found.jsonl"
+  SHOW=20 step "few steps" 100 "$python" -m benchmark.few_steps "$out/found.jsonl"
+  # each in a process of its own: an illegal access takes the process with it
+  SHOW=10 step "attention, all heads" 100 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl"
+  SHOW=10 step "attention, a head group" 50 "$python" -m benchmark.long_attention head-group "$out/found.jsonl"
+  SHOW=10 step "attention, flash" 90 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl" --flash
+  local tests=(--seconds "$(($(left) - 40))")
+  if (($(left) < 80)); then
     note "tests: no time left"
     worst=1
     return
   fi
-  local tests=(--seconds "$left")
   [[ ${SIZE:-} == tiny ]] && tests+=(--workers 1 --device=cpu -k "extreme_gates or offsets")
-  SHOW=1 step tests $((left + 30)) "$python" -m dev.gpu_tests "${tests[@]}"
+  SHOW=1 step tests $(($(left) - 10)) "$python" -m dev.gpu_tests "${tests[@]}"
   grep -aE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' "$out/log.txt" | tail -n 60 | tee -a "$out/summary.txt"
 }
 
-rest() { # SUBJECTS: in all that is left
-  local size=quick left=$((end - SECONDS - 60))
-  ((minutes < 20)) || size=full
-  bench $size $((left > 1 ? left : 1)) "$1"
+call_fast() {
+  SHOW=40 step probe 45 "$python" -m benchmark.probe "$out/found.jsonl"
+  bench first $(($(left) - 130)) "linear_cross_entropy gated_mlp decoder_layer"
+  SHOW=20 step "kernel times" 75 "$python" -m benchmark.kernel_times "$out/found.jsonl"
 }
 
-call_2() { rest "linear_cross_entropy gated_mlp decoder_layer offload"; }
-
-call_3() { rest model_step; }
+call_long() {
+  # the memory of README's picture, of which a plan reserves 1 GiB for CUDA: 63 GiB
+  bench quick $(($(left) - 60)) "model_step offload" --memory-limit 67.6
+}
 
 if [[ -d $wheels ]]; then
   step wheels 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl
@@ -104,6 +124,7 @@ if [[ -f $call ]]; then
   source "$call"
 else
   "call_$call"
+  "$python" -m benchmark.day collect "$call" "$out" --commit "${COMMIT:-unknown}" 2>&1 | tee -a "$out/summary.txt"
 fi
 "$python" -m benchmark.summary "$out/results" 2>&1 | tee -a "$out/summary.txt"
 shopt -s nullglob

@@ -1,15 +1,18 @@
-"""The canary finds a kernel that computes a wrong row, omits a row, or raises. Its kernel times cover every part, next
-to predicted times."""
+"""The canary finds a kernel that computes a wrong row, omits a row, or raises. The few steps and the long attention
+find a wrong gradient. Kernel times cover every part, next to predicted times."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from benchmark import canary, kernel_times
+from benchmark import attention, canary, few_steps, kernel_times, long_attention
+from benchmark.checks import checked
 from benchmark.one_tile import Tile, tile_at_hand
 from benchmark.rates import Rates
+from benchmark.shapes import SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +23,10 @@ def tile() -> Tile:
 @pytest.mark.parametrize("name", canary.CHECKS)
 def test_all_is_right(name: str, tile: Tile) -> None:
     rows: list[dict[str, Any]] = []
-    assert canary.checked(name, tile, rows.append)
-    assert rows and all(row["right"] for row in rows)
+    assert checked(name, partial(canary.CHECKS[name], tile), rows.append)
+    assert rows and all(row["right"] for row in rows if "error" in row)
+    chosen = {row["case"]: row["chooses"] for row in rows if row["what"] == "sdpa"}
+    assert len(chosen) == 4 * (name == "attention_chosen") and all(found.isupper() for found in chosen.values())
 
 
 def left_out(x: torch.Tensor, *others: object) -> torch.Tensor:
@@ -45,8 +50,59 @@ def test_what_is_wrong(
     change.unchanged = getattr(canary, kernel)
     monkeypatch.setattr(canary, kernel, change)
     rows: list[dict[str, Any]] = []
-    assert not canary.checked(name, tile, rows.append)
+    assert not checked(name, partial(canary.CHECKS[name], tile), rows.append)
     assert [row["what"] for row in rows if not row["right"]] == wrong
+
+
+def long_rows(sequence: long_attention.Sequence) -> dict[str, bool]:
+    """Returns what was compared, by the end of its name, and whether it is right."""
+    rows: list[dict[str, Any]] = []
+    checked("long", partial(long_attention.attention, "long", sequence, False), rows.append)
+    assert rows[0]["sdpa"] and rows[0]["seconds"] > 0
+    return {row["what"].rpartition("_ATTENTION: ")[2] or row["what"]: row["right"] for row in rows[1:]}
+
+
+def test_long_attention_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of one head, one key of one kv head, a gradient where there is none upstream, an infinite value."""
+    sequence = long_attention.Sequence(300, 4, 2, 8)
+    right = long_rows(sequence)
+    assert len(right) == 6 and all(right.values())
+    computed = attention.computed
+
+    def spoilt(long: attention.Long) -> torch.Tensor:
+        out = computed(long)
+        out[0, -1, 3] *= 1.5
+        long.q.grad[0, 7, 1, 2] = 0.01
+        long.k.grad[0, 250, 1] += 1
+        long.v.grad[0, 3, 0, 0] = torch.inf
+        return out
+
+    monkeypatch.setattr(long_attention, "computed", spoilt)
+    found = long_rows(sequence)
+    names = ("not finite (of v)", "gradient of q where there is none upstream", "output")
+    assert {name for name, good in found.items() if not good} == {*names, "gradient of k", "gradient of v"}
+
+
+def test_long_attention_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_attention, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 10**9, 80 * 10**9))
+    row, *more = long_attention.attention("all-heads", long_attention.CASES["all-heads"], False)
+    assert not more and row["skipped"] == "it needs about 55 GB, and 50 are free"
+
+
+def test_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is right beside the untiled model; a gradient that is off by a hundredth is not."""
+    shape, rows = replace(SHAPES["tiny"], layers=few_steps.LAYERS), []
+    monkeypatch.setattr(few_steps, "CHUNK", 64)
+    assert checked("steps", partial(few_steps.steps, shape, 150), rows.append)
+    found = {row["what"]: row for row in rows}
+    assert "equal the untiled model's" in found["first step"]["found"] and found["plan"]["planned_bytes"] > 0
+    assert len(found["seqtile"]["losses"]) == 3 and found["seqtile"]["losses"][2] < found["seqtile"]["losses"][0]
+    assert any("attention by 2 groups" in line for line in found["status"]["says"])
+    ours = few_steps.Trained([1.0], {"weight": torch.full([4], 1.01)}, 0, 0.0)
+    others = [ours._replace(gradients={"weight": torch.full([4], value)}) for value in (1.0, 1.001)]
+    worst = few_steps.largest("made up", ours, *others)
+    assert worst.error == pytest.approx(0.01) and worst.allowed == pytest.approx(0.002, rel=0.01)
 
 
 def test_times(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """dev/gpu_day.sh uses the time of its call. It records why a step failed and continues, and keeps its results when it
-is killed."""
+is killed. The next call is the first without a result."""
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmark import day
+from benchmark.results import Results, Subject, load, save
 
 SCRIPT = Path(__file__).parents[2] / "dev" / "gpu_day.sh"
 STEPS = """
@@ -80,11 +83,10 @@ def test_a_call_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "minutes", "option", "seconds", "size"),
     [
-        ("1", (), "--seconds ", 510, "first"),
-        ("1", ("25",), "--seconds ", 1470, "first"),
-        ("2", (), "--minutes ", 8, "quick"),
-        ("2", ("25",), "--minutes ", 24, "full"),
-        ("3", ("25",), "--minutes ", 24, "full"),
+        ("right", (), "--seconds ", 500, ""),
+        ("1", ("5",), "--seconds ", 260, ""),
+        ("fast", (), "--minutes ", 6.83, "first"),
+        ("3", ("12",), "--minutes ", 11, "quick"),
     ],
 )
 def test_a_call_uses_its_time(
@@ -94,9 +96,9 @@ def test_a_call_uses_its_time(
     process, out = begun(tmp_path, call, *minutes, python="true")
     assert (process.communicate(timeout=600), process.returncode) == (((out / "summary.txt").read_text(), ""), 0)
     started = re.findall("^=== .*", (out / "log.txt").read_text(), re.M)
-    assert [f"--size {size} " in line for line in started].count(True) == 1
-    given = float(re.search(rf"{option}([\d.]+)", started[-1])[1])
-    assert 0.9 * seconds < given <= seconds, started
+    assert sum(f"--size {size} " in line for line in started) == bool(size)
+    given = [float(found) for found in re.findall(rf"{option}([\d.]+)", "\n".join(started))]
+    assert len(given) == 1 and 0.9 * seconds < given[0] <= seconds, started
 
 
 @pytest.mark.parametrize(("call", "minutes"), [("4", "9"), ("2", "9.5"), ("2", "0"), ("2", "long")])
@@ -104,3 +106,67 @@ def test_what_is_refused(call: str, minutes: str, tmp_path: Path) -> None:
     process, out = begun(tmp_path, call, minutes)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and re.match("expected .*; got ", said) and not out.exists()
+
+
+def made_up(directory: Path, device: str, **rows: dict) -> None:
+    """Writes results with one row of each subject; underscores stand for spaces in the names of checks."""
+    subjects = {name: Subject("abc", 1.0, None, None, [row]) for name, row in rows.items()}
+    subjects = {name.replace("_", " ") if name in CHECKS else name: found for name, found in subjects.items()}
+    save(
+        Results(device, "2026-01-01", "made up", subjects=subjects),
+        directory / f"{len(list(directory.iterdir()))}.json",
+    )
+
+
+CHECKS = ("few_steps", "long_attention")
+CHECKED = {"what": "a", "error": "1.0", "allowed": 2.0, "right": True}
+
+
+def test_the_next_call(tmp_path: Path) -> None:
+    """Figures count, also wrong ones, and what was skipped for a reason; failures and a CPU's figures do not."""
+    timed, failed = {"both_ms": 1.0, "contestant": "a"}, {"what": "a", "right": False, "why": "it died"}
+    right = {"canary": CHECKED | {"right": False}, "few_steps": CHECKED}
+    fast = dict.fromkeys(day.CALLS["fast"], timed)
+    assert day.next_call(tmp_path) == "right"
+    made_up(tmp_path, "CPU, 2 threads", **right, long_attention=CHECKED)
+    made_up(tmp_path, "NVIDIA X", **right, long_attention=failed)
+    made_up(tmp_path, "NVIDIA X", **fast)
+    assert day.next_call(tmp_path) == "right"
+    made_up(tmp_path, "NVIDIA X", long_attention={"what": "a", "skipped": "too small"})
+    assert day.next_call(tmp_path) == "long"
+    made_up(tmp_path, "NVIDIA X", model_step=timed | {"steps": []}, offload=timed)
+    assert day.next_call(tmp_path) == "long"
+
+
+def test_what_a_call_found(tmp_path: Path) -> None:
+    """One result file of the machine, the checks and the tests' last lines; a half-written line is left out."""
+    rows = [{"part": "probe", "device": "NVIDIA X"}, {"part": "host memory", "out_gbs": 50.0}]
+    rows += [{"part": "canary"} | CHECKED]
+    (tmp_path / "found.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"part": "can')
+    (tmp_path / "log.txt").write_text("== alone\n=== 2 failed, 30 passed in 12.00s (0:00:12) ===\n")
+    day.collect("right", tmp_path, "abc+")
+    (file,) = (tmp_path / "results").iterdir()
+    found = load(file)
+    assert re.fullmatch(r"nvidia-x-\d{4}-\d\d-\d\d-right.json", file.name) and found.on_gpu
+    assert found.machine == {"device": "NVIDIA X", "out_gbs": 50.0}
+    assert {name: subject.rows for name, subject in found.subjects.items()} == {
+        "canary": [CHECKED],
+        "tests": [{"what": "tests", "says": "2 failed, 30 passed in 12.00s (0:00:12)"}],
+    }
+    assert found.subjects["canary"].commit == "abc+"
+
+
+@pytest.mark.full(
+    "a minute each of processes that import everything; their checks run in test_canary, benchmarks in make bench-smoke"
+)
+@pytest.mark.parametrize("call", day.CALLS)
+def test_a_rehearsal(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of a call ends well without a GPU, at tiny size, and its subjects are in the results."""
+    monkeypatch.setenv("SIZE", "tiny")
+    process, out = begun(tmp_path, call)
+    printed, _ = process.communicate(timeout=1200)
+    ends = [line for line in printed.splitlines() if re.match(r"[\w, ]+: (ended|time)", line)]
+    assert process.returncode == 0 and len(ends) >= 1 and all(": ended well" in line for line in ends), printed
+    subjects = {name for file in (out / "results").glob("*.json") for name in load(file).subjects}
+    assert subjects.issuperset(day.CALLS[call])
+    assert len([file for file in out.rglob("*") if file.is_file()]) <= 8

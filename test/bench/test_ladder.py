@@ -35,7 +35,7 @@ class Simulated(Runner):
 
     def __init__(self, states: int, a_token: float, deadline: float = 1e18, rate: float = 4e14, limit: int = LIMIT):
         self.states, self.a_token, self.limit, self.shape, self.rate = states, a_token, limit, SHAPE, rate
-        self.deadline, self.matmul = deadline, 8e14
+        self.deadline, self.matmul, self.method = deadline, 8e14, METHODS["huggingface"]
         self.ran: list[tuple[int, int]] = []
 
     def __call__(self, tokens: int, layers: int) -> Step:

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from benchmark.methods import lora
 from benchmark.missing import Missing
 from benchmark.models import build, offloaded
 from benchmark.shapes import Shape
@@ -34,11 +35,13 @@ def gradients_leave(model: nn.Module) -> None:
 
 
 @cache
-def peak(layers: int, tokens: int, offload: tuple[str, ...]) -> int:
+def peak(layers: int, tokens: int, offload: tuple[str, ...], adapters: bool = False) -> int:
     """Returns the peak of a second step; the first one registers memory. If all layers' weights are in host memory,
     only two layers count."""
     torch.manual_seed(0)
     model = build(SHAPE, torch.float32, layers)
+    if adapters:
+        lora(model)
     enable_checkpointing(model)
     apply_seqtile(model, chunk_tokens=64)
     if offload:
@@ -70,6 +73,15 @@ def test_the_peak_is_that_of_all_layers(tokens: int, layers: int, offload: tuple
     """Where gradients use most memory, and where inputs do."""
     whole = peak(SHAPE.layers, tokens, offload)
     assert abs(peak(layers, tokens, offload) / whole - 1) < 0.002
+
+
+@pytest.mark.parametrize(
+    "layers, offload", [(2, KEPT), (2, INPUTS), (1, INPUTS)], ids=["kept", "inputs", "inputs, one layer"]
+)
+def test_the_peak_of_adapters(layers: int, offload: tuple[str, ...]) -> None:
+    """LoRA's parameters have gradients; the frozen weights have none."""
+    whole = peak(SHAPE.layers, 300, offload, adapters=True)
+    assert abs(peak(layers, 300, offload, adapters=True) / whole - 1) < 0.002
 
 
 def test_what_it_cannot_stand_for() -> None:

@@ -1,18 +1,28 @@
-"""The pages show plans and results exactly as `make table` writes them."""
+"""The pages show plans and results exactly as `make table` writes them, and turn from predicted to measured by
+themselves."""
 
 import shutil
 from pathlib import Path
 
-from benchmark import pages, plans, prediction
+import pytest
+from benchmark import pages, plans, predicted_times, prediction, so_far
+from benchmark.results import Results, Subject, load, save
+from benchmark.shapes import K
+
+SHOWN = sorted({*pages.PAGES.values(), *plans.PAGES.values(), prediction.PICTURE})
+WHERE = "MADE UP GPU"
+
+
+def copied(root: Path) -> None:
+    for name in SHOWN:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pages.ROOT / name, root / name)
 
 
 def test_make_table_changes_nothing(tmp_path: Path) -> None:
-    shown = {*pages.PAGES.values(), *plans.PAGES.values(), prediction.PICTURE}
-    for name in shown:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pages.ROOT / name, tmp_path / name)
+    copied(tmp_path)
     pages.write(tmp_path)
-    for name in shown:
+    for name in SHOWN:
         assert (tmp_path / name).read_text() == (pages.ROOT / name).read_text(), f"{name} is old; make table writes it"
 
 
@@ -20,3 +30,89 @@ def test_the_picture_tells_readmes_story() -> None:
     """Each line of the picture ends further right than the previous one."""
     found = list(prediction.longest().values())
     assert found == sorted(found)
+
+
+def check(what: str, right: bool = True) -> dict:
+    return {"what": what, "error": "0.5" if right else "nan", "allowed": 1.0, "right": right}
+
+
+def timed(contestant: str, ms: float, subject: str = "decoder_layer") -> dict:
+    about = {"subject": subject, "contestant": contestant, "shape": "llama3_8b", "tokens": 4 * K, "status": "measured"}
+    times = {f"{name}_{key}": ms for name in ("forward", "backward", "both") for key in ("ms", "iqr_ms")}
+    return about | times | {"flops": 1e12, "rounds": 3, "peak_bytes": 2**30}
+
+
+def climbed(label: str, tokens: int, gib: float = prediction.ROOM - 1) -> dict:
+    step = {"tokens": tokens, "layers": 2, "bytes": 60 * 2**30, "seconds": 1.0, "tokens_per_second": 1.0}
+    row = {"subject": "model_step", "contestant": prediction.MEASURED_BY[label], "status": "measured", "error": 1e-3}
+    row |= {"steps": [step | {"utilisation": 0.5}], "ended_by": "memory", "failed_at": tokens + K, "both_ms": 1.0}
+    return row | {"shape": "llama3_8b", "limit_bytes": int(gib * 2**30), "predicted": tokens}
+
+
+def made_up(directory: Path, name: str, size: str, **rows: list[dict]) -> Path:
+    """Writes results that nobody measured."""
+    subjects = {part.replace("__", " "): Subject("abc", 1.0, 800.0, 4000.0, found) for part, found in rows.items()}
+    save(Results(WHERE, "2000-01-01", size, machine={}, subjects=subjects), directory / f"{name}.json")
+    return directory / f"{name}.json"
+
+
+RIGHT = {
+    "canary": [check("one kernel"), {"what": "sdpa", "case": "a head group", "chooses": "CUDNN_ATTENTION"}],
+    "few__steps": [check("gradients"), {"what": "plan", "planned_bytes": 11 * 2**30, "of": 12 * 2**30}],
+    "long__attention": [check("output")],
+}
+
+
+def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
+    """README's paragraph and the page of benchmarks; lengths and times stay predicted."""
+    made_up(tmp_path, "right", "right", **RIGHT)
+    said = " ".join(so_far.sentences(tmp_path).split())
+    assert said == (
+        "**On an MADE UP GPU** (2000-01-01, commit abc) all 3 [checks](docs/benchmarks.md) are "
+        "right; a step peaked at 12.0 GiB, planned 11.0. GPU times, lengths and memory below are predicted."
+    )
+    page = pages.gpu(tmp_path)
+    assert "**Canary**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
+    assert "- sdpa: case a head group, chooses CUDNN_ATTENTION" in page
+    assert prediction.caption(tmp_path) == prediction.caption() and not prediction.measured(tmp_path)[0]
+    made_up(tmp_path, "right", "right", **RIGHT | {"canary": [check("one kernel", False)]})
+    assert "**1 of 3 [checks](docs/benchmarks.md) are wrong**" in so_far.sentences(tmp_path)
+    assert "| one kernel | nan | 1.0e+00 |" in pages.gpu(tmp_path)
+
+
+def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
+    """The ledger's prediction, once, with the core of attention at the rate of products."""
+    layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
+    file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
+    assert "A tiled layer of 4K tokens takes 0.95 of Liger's time (MADE UP GPU, 2000-01-01)." in so_far.sentences(
+        tmp_path
+    )
+    predicted_times.add_to(tmp_path)
+    found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
+    core = 1e3 * 9 * 4096**2 * 4096 / 800e12
+    assert found["liger"] is None and found["seqtile_layer"] == pytest.approx(found["huggingface"], rel=1e-3)
+    assert 9 + core < found["huggingface"] < 13 + core
+    assert f"| huggingface | 24.0 / {found['huggingface']:.1f} = " in pages.gpu(tmp_path)
+    assert not predicted_times.add(load(file))
+
+
+def test_measured_lengths_are_named_in_the_caption(tmp_path: Path) -> None:
+    """Only of the picture's memory, and only lines that were measured. README stays short; every page is written."""
+    results = tmp_path / "results"
+    made_up(results, "other", "quick", model_step=[climbed("Hugging Face", 5 * K, gib=130)])
+    assert prediction.caption(results) == prediction.caption()
+    made_up(results, "right", "right", **RIGHT)
+    made_up(results, "fast", "first", decoder_layer=[timed("liger", 20.0), timed("seqtile_layer", 19.0)])
+    made_up(results, "long", "quick", model_step=[climbed("Hugging Face", 27 * K), climbed("and offload", 800 * K)])
+    said = " ".join(prediction.caption(results).split())
+    assert "tokens, predicted (in brackets: measured on an MADE UP GPU, 2000-01-01, commit abc): Llama" in said
+    assert "Hugging Face: 27,970 (27,648); Liger" in said and "(819,200). [How it was" in said
+    assert "seqtile: 106,418; with" in said
+    every = [climbed(label, tokens) for label, tokens in prediction.longest().items()]
+    made_up(results, "long", "quick", model_step=every)
+    copied(tmp_path)
+    pages.write(tmp_path, results)
+    readme = (tmp_path / "README.md").read_text()
+    assert "Nothing has run on a GPU" not in readme and "are predicted" not in readme and len(readme.encode()) < 8192
+    assert WHERE in (tmp_path / prediction.PICTURE).read_text()
+    assert "| seqtile_head_groups_offload_lora |" in (tmp_path / "docs" / "benchmarks.md").read_text()

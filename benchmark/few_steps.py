@@ -1,0 +1,167 @@
+"""Three training steps of a Llama of two layers at 8B's width, tiled as whole as it can be, beside the untiled model.
+
+    python3 -m benchmark.few_steps [FILE]
+
+16K tokens in bfloat16, a quarter of them without a label; `apply_seqtile(model, layer=True, head_groups="auto")` with
+the layers' inputs in host memory, on the same weights and data as Hugging Face's model under checkpointing. The truth
+is the untiled model in float32. A step changes each weight by 2 % of its norm: plain SGD would change less than
+bfloat16 can tell apart. Says what the first step's comparison found, the losses, how far every gradient of the first
+step is from the truth, and the peak beside the plan. Appends it to FILE, as lines of JSON. Ends with 1 if anything is
+wrong.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from benchmark.checks import Findings, Found, run
+from benchmark.contest import WRONG
+from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
+from benchmark.errors import distance
+from benchmark.models import build, offloaded
+from benchmark.shapes import SHAPES, K, Shape
+from transformers import PreTrainedModel
+
+from seqtile import apply_seqtile, memory, status
+from seqtile.memory.features import apply_options
+from seqtile.memory.setup import TILES, Setup
+from seqtile.models.first_step import outcome_of
+from seqtile.renamed import enable_checkpointing
+
+STEPS, LAYERS = 3, 2
+RATE = 0.02
+TRUTH = {torch.bfloat16: torch.float32, torch.float32: torch.float64}[DTYPE]
+SETUP = {"tiles": TILES, "head_groups": "auto", "offload": ("activations",), "optimizer": "sgd", "zero_stage": 0}
+CHUNK = None if DEVICE == "cuda" else 128  # tokens
+OF_LOSS = 2e-3  # relative; losses of bfloat16 logits differ by about 1e-4
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    """Of the first step."""
+    peak: int
+    """Bytes, weights included; of the second step."""
+    seconds: float
+    """Of the last."""
+
+
+def tiled(model: PreTrainedModel) -> None:
+    apply_seqtile(model, chunk_tokens=CHUNK, **apply_options(Setup(**SETUP)))
+    offloaded(model)
+
+
+def update(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= weight.grad * (RATE * weight.norm() / weight.grad.norm())
+    model.zero_grad(set_to_none=True)
+
+
+def batch(shape: Shape, tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(shape.vocab, (1, tokens), device=DEVICE)
+    labels = ids.clone()
+    labels[:, : tokens // 4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def initial(shape: Shape, dtype: torch.dtype) -> PreTrainedModel:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return build(shape, DTYPE, LAYERS).to(dtype)
+
+
+def trained(model: PreTrainedModel, inputs: dict[str, torch.Tensor], steps: int = STEPS) -> Trained:
+    """Peaks and times are of later steps: the first compares itself with the untiled model, and compiles."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    losses, gradients, peak, seconds = [], {}, 0, 0.0
+
+    def backward() -> None:
+        (loss := model(**inputs).loss).backward()
+        losses.append(loss.item())
+
+    for number in range(steps):
+        watch = Watch()
+        watch.mark()
+        if number == 1:
+            peak = weights + peak_bytes(backward)
+        else:
+            backward()
+        watch.mark()
+        seconds = watch.seconds()[0]
+        if not number:
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        update(model)
+    return Trained(losses, gradients, peak, seconds)
+
+
+def in_turn(shape: Shape, inputs: dict[str, torch.Tensor], apply: Callable, dtype: torch.dtype, steps: int) -> Trained:
+    model = initial(shape, dtype)
+    apply(model)
+    return trained(model, inputs, steps)
+
+
+def planned(shape: Shape, tokens: int) -> int:
+    """Bytes of the tiled step's plan, without what it reserves for CUDA."""
+    plan = memory.plan(shape, seq_len=tokens, chunk_tokens=CHUNK, dtype=str(DTYPE).removeprefix("torch."), **SETUP)
+    return plan.gpu_bytes - plan.peak.parts["reserved"]
+
+
+def steps(shape: Shape, tokens: int) -> Findings:
+    inputs = batch(shape, tokens)
+    about = {"layers": LAYERS, "width": shape.hidden, "tokens": tokens, "dtype": str(DTYPE).removeprefix("torch.")}
+    theirs = in_turn(shape, inputs, enable_checkpointing, DTYPE, STEPS)
+    free_memory()
+    model = initial(shape, DTYPE)
+    tiled(model)
+    ours = trained(model, inputs)
+    yield {"what": "first step", "found": outcome_of(model), **about}
+    yield {"what": "status", "says": str(status(model)).splitlines()}
+    del model
+    gc.collect()
+    free_memory()
+    for name, of_one in (("untiled", theirs), ("seqtile", ours)):
+        yield {"what": name, "losses": of_one.losses, "peak_bytes": of_one.peak, "seconds": of_one.seconds}
+    yield {"what": "plan", "planned_bytes": planned(shape, tokens), "of": ours.peak}
+    for number, (loss, there) in enumerate(zip(ours.losses, theirs.losses, strict=True), 1):
+        yield Found(f"loss of step {number}, from the untiled", abs(loss / there - 1), OF_LOSS)
+    if theirs.losses[0] == theirs.losses[-1]:
+        yield {"what": "the loss did not move"}
+    try:
+        truth = in_turn(shape, inputs, enable_checkpointing, TRUTH, 1)
+    except torch.OutOfMemoryError as error:
+        yield {"what": "truth", "skipped": f"{TRUTH} is too large: {error}"[:200]}
+        yield largest("from the untiled", ours, theirs, None)
+        return
+    yield Found("loss of step 1, from the truth", abs(ours.losses[0] / truth.losses[0] - 1), OF_LOSS)
+    yield largest("from the truth", ours, truth, theirs)
+
+
+def largest(name: str, ours: Trained, truth: Trained, theirs: Trained | None) -> Found:
+    """The gradient of the first step that is furthest off, over what is allowed: twice what the untiled model is off in
+    the same dtype, or without that what a wrong one would be."""
+    found = []
+    for parameter, right in truth.gradients.items():
+        allowed = WRONG[DTYPE]
+        if theirs is not None:
+            allowed = 2 * distance(theirs.gradients[parameter], right) + 1e-6
+        error = distance(ours.gradients[parameter], right)
+        found.append((error / allowed if error == error else float("inf"), error, allowed, parameter))
+    _, error, allowed, parameter = max(found)
+    return Found(f"gradients of {len(found)} parameters, {name}; worst: {parameter}", error, allowed)
+
+
+def main() -> None:
+    on_gpu = DEVICE == "cuda"
+    shape = replace(SHAPES["llama3_8b" if on_gpu else "tiny"], layers=LAYERS)
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    run("few steps", {"steps": partial(steps, shape, 16 * K if on_gpu else 300)}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -113,8 +113,8 @@ def test_the_table_has_every_subpackage_and_no_circle() -> None:
 
 
 def test_tests_and_benchmarks_stand_by_themselves() -> None:
-    """Shared code of tests is in test/support. Benchmarks do not import it, and tests do not import dev, except those of
-    dev's own rules."""
+    """Shared code of tests is in test/support. Benchmarks do not import it, and tests do not import dev, but for those
+    of dev's own rules."""
     root = SOURCE.parents[1]
     of_tests = {path.stem for path in (root / "test").iterdir()}
     for folder, foreign in (("benchmark", of_tests), ("test", {"dev"})):

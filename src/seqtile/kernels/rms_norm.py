@@ -124,5 +124,5 @@ def _block(width: int) -> dict[str, int]:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """Returns a GPU's number of multiprocessors; 1 in Triton's interpreter, which runs one program at a time."""
+    """Returns a GPU's number of multiprocessors; 4 in Triton's interpreter, to test sums of several."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

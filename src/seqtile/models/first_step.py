@@ -149,7 +149,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     tokens = batch.shape.numel()
     try:
         tiled = run(tiled=placed)
-    except OSError:  # no part's fault: Triton cannot launch on this machine, and says why
+    except (OSError, torch.OutOfMemoryError):  # no part's fault: Triton cannot launch here, or memory is full
         raise
     except Exception:
         logger.error(

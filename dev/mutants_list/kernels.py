@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "first step: what Triton lacks is blamed on a part",
         "_outcome",
-        "except OSError:",
+        "except (OSError, torch.OutOfMemoryError):",
         "except ZeroDivisionError:",
         DISPATCH,
     ),

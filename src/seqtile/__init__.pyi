@@ -89,7 +89,8 @@ def apply_seqtile_to_llama(
             groups, up to 8, that divides the kv heads, and refuses an attention that keeps other large tensors; with
             a number, such an attention is computed once more. Attention must treat every head alike (no slopes or
             biases by head), since it is not told which heads it gets.
-        chunk_tokens: tokens of a chunk; None for max(2048, hidden size), and for more in a mixture of experts.
+        chunk_tokens: tokens of a chunk; None for max(2048, hidden size), and for more in a mixture of experts, and in
+            the MLPs and layers of a checkpointed small model.
         check: the first training step compares the tiled model with the untiled one on 28 tokens of its own batch. It
             raises ValueError if the loss or a gradient differs by more than rounding. It compares the gradients of
             the embeddings' output and of every parameter of up to 4M numbers; "full": of every parameter. False: none.

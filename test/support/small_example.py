@@ -35,6 +35,7 @@ def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dic
         stack.enter_context(redirect_stdout(printed))
         stack.enter_context(patch.object(sys, "argv", [f"{name}.py", *arguments]))
         stack.enter_context(patch.object(seqtile.rules, "MIN_CHUNK_TOKENS", CHUNK))
+        stack.enter_context(patch.object(seqtile.rules, "MLP_CHUNK_BYTES", 0))
         if not tiled:
             stack.enter_context(patch.object(seqtile, "apply_seqtile", lambda *_, **__: None, create=True))
             stack.enter_context(patch.object(SeqtileCallback, "on_train_begin", lambda *_, **__: None))

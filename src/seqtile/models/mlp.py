@@ -179,7 +179,7 @@ def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) 
 def mlp_size_of(*mlps: nn.Module) -> int:
     """Returns the inner width of MLPs: the most features that a projection takes; 0 if none says. Reads no weight."""
     parts = (part for mlp in mlps for part in mlp.modules())
-    return max((getattr(part, "in_features", 0) or getattr(part, "nx", 0) for part in parts), default=0)  # nx: GPT-2's
+    return max([0, *(getattr(part, "in_features", 0) or getattr(part, "nx", 0) for part in parts)])  # nx: GPT-2's
 
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:

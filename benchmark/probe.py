@@ -44,10 +44,32 @@ def of_host_memory(size: int = GIB) -> dict[str, float]:
     found = {"register_1gib_s": time.perf_counter() - started}
     found |= {"out_gbs": copied(block, on_gpu), "back_gbs": copied(on_gpu, block)}
     assert on_gpu.sum().item() == size, "what came back is not what went out"
+    found["copied_by_a_fork_gib"] = taken_by_a_fork() / GIB
     pool.give(block)
+    found["unregister_1gib_s"] = seconds_to_close(pool)
+    busy = Pool(device=device)
+    busy.reserve(1, size)
+    torch.cuda._sleep(10**9)  # cycles of the GPU, about half a second: does the driver wait for it?
+    return found | {"unregister_1gib_while_computing_s": seconds_to_close(busy)}
+
+
+def seconds_to_close(pool: Pool) -> float:
     started = time.perf_counter()
     pool.close()
-    return found | {"unregister_1gib_s": time.perf_counter() - started}
+    return time.perf_counter() - started
+
+
+def taken_by_a_fork() -> int:
+    """Returns the bytes of host memory that a forked process takes, which does nothing."""
+    before = available()
+    process = os.fork()
+    if process == 0:
+        time.sleep(2)
+        os._exit(0)
+    time.sleep(1)
+    taken = before - available()
+    os.waitpid(process, 0)
+    return taken
 
 
 def expandable_segments() -> str:

@@ -1,5 +1,6 @@
 """Checks of what a device computes: each finding is printed and appended to a file as a line of JSON, at once."""
 
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -51,13 +52,20 @@ def checked(name: str, findings: Callable[[], Findings], note: Callable[[dict[st
     return right
 
 
+def plain(value: Any) -> Any:
+    """Returns what JSON can hold: infinities and NaN as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
 def run(part: str, checks: dict[str, Callable[[], Findings]], file: Path | None) -> None:
     """Runs every check, and exits: with 0 if all is right. What was found goes into `file` as lines of this part."""
     torch.manual_seed(0)
 
     def note(row: dict[str, Any]) -> None:
         if file:
-            append(file, {"part": part} | row)
+            append(file, {"part": part} | {key: plain(value) for key, value in row.items()})
 
     wrong = []
     for name, findings in checks.items():

@@ -14,6 +14,7 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def distance(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """||value - truth|| / ||truth|| as `relative_error`, where the truth lies and in its dtype: of what is large."""
+    """||value - truth|| / ||truth|| as `relative_error`, for large tensors: on their device, float32 at least."""
+    truth = truth.float() if truth.dtype.itemsize < 4 else truth
     norm = truth.norm()
     return ((value.detach().to(truth.dtype) - truth).norm() / (norm if norm > 0 else 1)).item()

@@ -17,10 +17,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from benchmark.checks import Findings, Found, run
-from benchmark.contest import WRONG
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
 from benchmark.errors import distance
 from benchmark.models import build, offloaded
@@ -38,6 +38,8 @@ RATE = 0.02
 TRUTH = {torch.bfloat16: torch.float32, torch.float32: torch.float64}[DTYPE]
 SETUP = {"tiles": TILES, "head_groups": "auto", "offload": ("activations",), "optimizer": "sgd", "zero_stage": 0}
 CHUNK = None if DEVICE == "cuda" else 128  # tokens
+# In float32 no kernel of torch's takes fewer kv heads than query heads: it would store scores of length x length.
+REPEATED = patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *_: False)
 OF_LOSS = 2e-3  # relative; losses of bfloat16 logits differ by about 1e-4
 
 
@@ -51,8 +53,9 @@ class Trained(NamedTuple):
     """Of the last."""
 
 
-def tiled(model: PreTrainedModel) -> None:
-    apply_seqtile(model, chunk_tokens=CHUNK, **apply_options(Setup(**SETUP)))
+def tiled(model: PreTrainedModel, groups: bool = True) -> None:
+    options = apply_options(Setup(**SETUP)) | ({} if groups else {"head_groups": None})
+    apply_seqtile(model, chunk_tokens=CHUNK, **options)
     offloaded(model)
 
 
@@ -116,44 +119,52 @@ def steps(shape: Shape, tokens: int) -> Findings:
     inputs = batch(shape, tokens)
     about = {"layers": LAYERS, "width": shape.hidden, "tokens": tokens, "dtype": str(DTYPE).removeprefix("torch.")}
     theirs = in_turn(shape, inputs, enable_checkpointing, DTYPE, STEPS)
+    yield figures("untiled", theirs)
     free_memory()
     model = initial(shape, DTYPE)
     tiled(model)
-    ours = trained(model, inputs)
+    try:
+        ours = trained(model, inputs)
+    except Exception:  # by groups of heads, or tiled at all?
+        del model
+        free_memory()
+        yield figures("seqtile, all heads at once", in_turn(shape, inputs, partial(tiled, groups=False), DTYPE, STEPS))
+        raise
     yield {"what": "first step", "found": outcome_of(model), **about}
     yield {"what": "status", "says": str(status(model)).splitlines()}
     del model
     gc.collect()
     free_memory()
-    for name, of_one in (("untiled", theirs), ("seqtile", ours)):
-        yield {"what": name, "losses": of_one.losses, "peak_bytes": of_one.peak, "seconds": of_one.seconds}
+    yield figures("seqtile", ours)
     yield {"what": "plan", "planned_bytes": planned(shape, tokens), "of": ours.peak}
     for number, (loss, there) in enumerate(zip(ours.losses, theirs.losses, strict=True), 1):
         yield Found(f"loss of step {number}, from the untiled", abs(loss / there - 1), OF_LOSS)
     if theirs.losses[0] == theirs.losses[-1]:
         yield {"what": "the loss did not move"}
     try:
-        truth = in_turn(shape, inputs, enable_checkpointing, TRUTH, 1)
+        with REPEATED:
+            truth = in_turn(shape, inputs, enable_checkpointing, TRUTH, 1)
     except torch.OutOfMemoryError as error:
-        yield {"what": "truth", "skipped": f"{TRUTH} is too large: {error}"[:200]}
-        yield largest("from the untiled", ours, theirs, None)
+        yield {"what": "truth", "skipped": f"{TRUTH} is too large, so gradients are not judged: {error}"[:200]}
         return
     yield Found("loss of step 1, from the truth", abs(ours.losses[0] / truth.losses[0] - 1), OF_LOSS)
-    yield largest("from the truth", ours, truth, theirs)
+    yield largest(ours, truth, theirs)
 
 
-def largest(name: str, ours: Trained, truth: Trained, theirs: Trained | None) -> Found:
+def figures(name: str, trained: Trained) -> dict[str, object]:
+    return {"what": name, "losses": trained.losses, "peak_bytes": trained.peak, "seconds": trained.seconds}
+
+
+def largest(ours: Trained, truth: Trained, theirs: Trained) -> Found:
     """The gradient of the first step that is furthest off, over what is allowed: twice what the untiled model is off in
-    the same dtype, or without that what a wrong one would be."""
+    the same dtype."""
     found = []
     for parameter, right in truth.gradients.items():
-        allowed = WRONG[DTYPE]
-        if theirs is not None:
-            allowed = 2 * distance(theirs.gradients[parameter], right) + 1e-6
+        allowed = 2 * distance(theirs.gradients[parameter], right) + 1e-6
         error = distance(ours.gradients[parameter], right)
         found.append((error / allowed if error == error else float("inf"), error, allowed, parameter))
     _, error, allowed, parameter = max(found)
-    return Found(f"gradients of {len(found)} parameters, {name}; worst: {parameter}", error, allowed)
+    return Found(f"gradients of {len(found)} parameters, from the truth; worst: {parameter}", error, allowed)
 
 
 def main() -> None:

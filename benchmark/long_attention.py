@@ -46,6 +46,7 @@ def attention(name: str, sequence: Sequence, flash: bool) -> Findings:
         yield {"what": what, "skipped": "sdpa chooses FlashAttention by itself"}
         return
     chosen = SDPBackend.FLASH_ATTENTION.name if flash else chosen
+    yield {"what": f"{what}: begins", "sdpa": chosen}  # all that is left if it takes the process with it
     watch = Watch()
     watch.mark()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():

@@ -46,6 +46,8 @@ def lora(model: PreTrainedModel) -> None:
     projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
     model.requires_grad_(False)
     inject_adapter_in_model(LoraConfig(r=LORA_RANK, target_modules=projections, init_lora_weights=False), model)
+    for adapter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        adapter.data = adapter.data.float()  # which PEFT makes in the dtype of the weights
 
 
 def deepspeed_mlps(model: PreTrainedModel) -> None:

@@ -68,7 +68,7 @@ def checks(directory: Path = RESULTS) -> list[str]:
         wrong = [row for row in judged if not row["right"]]
         about = f"**{part.capitalize()}**: {len(judged) - len(wrong)} of {len(judged)} checks are right"
         parts.append(f"{about} ({results.device}, {results.date}, commit {results.subjects[part].commit}).")
-        lines = [[row["what"], row["error"], f"{row['allowed']:.1e}"] for row in wrong if "error" in row]
+        lines = [[row["what"], row["error"], f"{float(row['allowed']):.1e}"] for row in wrong if "error" in row]
         lines += [[row["what"], row.get("why", ""), ""] for row in wrong if "error" not in row]
         parts += [table([["wrong", "error", "allowed"], *lines], words=2)] if lines else []
         said = [f"- {words_of(row)}" for row in rows if "right" not in row]

@@ -45,7 +45,7 @@ def line_of(row: Row) -> str:
 
 def line_of_check(row: Row) -> str:
     if "error" in row:
-        errors = f"{float(row['error']):.1e}, allowed {row['allowed']:.1e}"
+        errors = f"{float(row['error']):.1e}, allowed {float(row['allowed']):.1e}"
         return f"{'right' if row['right'] else 'WRONG'}  {row['what']}: {errors}"
     said = (f"{key} {value}" for key, value in row.items() if key != "what" and not isinstance(value, list))
     return f"{row['what']}: {', '.join(said)}"

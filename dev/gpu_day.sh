@@ -88,13 +88,17 @@ bench() { # SIZE SECONDS SUBJECTS [OPTION...]: and forty more, in which it is en
 left() { echo $((end - SECONDS)); }
 
 call_right() {
-  SHOW=40 step probe 45 "$python" -m benchmark.probe "$out/found.jsonl"
+  SHOW=40 step probe 100 "$python" -m benchmark.probe "$out/found.jsonl"
   SHOW=60 step canary 90 "$python" -m benchmark.canary "$out/found.jsonl"
   SHOW=20 step "few steps" 100 "$python" -m benchmark.few_steps "$out/found.jsonl"
   # each in a process of its own: an illegal access takes the process with it
   SHOW=10 step "attention, all heads" 100 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl"
   SHOW=10 step "attention, a head group" 50 "$python" -m benchmark.long_attention head-group "$out/found.jsonl"
-  SHOW=10 step "attention, flash" 90 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl" --flash
+  if (($(left) > 250)); then
+    SHOW=10 step "attention, flash" 90 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl" --flash
+  else
+    note "attention, flash: the rest is for the tests"
+  fi
   local tests=(--seconds "$(($(left) - 40))")
   if (($(left) < 80)); then
     note "tests: no time left"
@@ -107,7 +111,7 @@ call_right() {
 }
 
 call_fast() {
-  SHOW=40 step probe 45 "$python" -m benchmark.probe "$out/found.jsonl"
+  SHOW=40 step probe 100 "$python" -m benchmark.probe "$out/found.jsonl"
   bench first $(($(left) - 130)) "linear_cross_entropy gated_mlp decoder_layer"
   SHOW=20 step "kernel times" 75 "$python" -m benchmark.kernel_times "$out/found.jsonl"
 }

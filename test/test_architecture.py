@@ -24,7 +24,7 @@ SUBPACKAGES = {  # subpackage -> subpackages that it may import
     "modules": {"ops"},
     "models": {"arch", "limits", "protocols", "renamed", "rules", "tensor_like", "ops", "modules"},
     "offload": {"renamed"},
-    "sp": {"protocols", "renamed", "rules", "tensor_like", "ops"},
+    "sp": {"limits", "protocols", "renamed", "rules", "tensor_like", "ops"},
     "memory": {"arch", "renamed", "rules", "models"},
     "integrations": {"ops", "models", "offload", "fitting", "sp"},
     "fitting": {"models", "offload", "memory", "renamed", "limits"},

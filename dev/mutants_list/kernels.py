@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "what Triton lacks to build its launcher is not told from other errors",
         "run",
-        'frame.f_globals.get("__name__") in BUILDERS',
+        'frame.f_globals.get("__name__") in LAUNCHER_MODULES',
         "False",
         DISPATCH,
     ),

@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     Mutant(
         "host memory: a forked process unmaps what is its own",
-        "Mapping.__del__",
+        "UnforkedMemory.__del__",
         "if getpid() != self.process:",
         "if getpid() == 0:",
         STORE,

@@ -15,7 +15,7 @@ class Limit(NamedTuple):
     """A defect of a kernel, in the releases of a package from `since` on and before `fixed`."""
 
     kernel: str
-    attention: str
+    attn_implementation: str
     """The name by which Hugging Face's models ask for the attention that runs this kernel."""
     package: str
     since: tuple[int, int]
@@ -41,7 +41,6 @@ LIMITS = (
 )
 
 
-@cache
 def installed(package: str) -> str | None:
     """Returns the release of a package that is installed; None if it is not."""
     try:
@@ -56,7 +55,7 @@ def limit_of(kernel: str, attention: str) -> tuple[str, str] | None:
     as installed; else None."""
     for limit in LIMITS:
         release = installed(limit.package)
-        if (limit.kernel, limit.attention) == (kernel, attention) and limit.holds(release):
+        if (limit.kernel, limit.attn_implementation) == (kernel, attention) and limit.holds(release):
             needed = "" if limit.fixed is None else f"{limit.package} {'.'.join(map(str, limit.fixed))} or later"
             return f"{limit.package} {release}", needed
     return None
@@ -94,16 +93,20 @@ def mask_limit(attention: str, queries: int, keys: int) -> str | None:
     )
 
 
-def cudnn_note(attention: str, dtype: str, capability: tuple[int, int] | None) -> str | None:
-    """Says how to avoid NaN in cuDNN's backward under a mask; None if sdpa does not prefer cuDNN.
+def prefers_cudnn(dtype: str, capability: tuple[int, int] | None) -> str | None:
+    """Returns the release of torch, as a text, if its sdpa prefers cuDNN for queries of this dtype, such as "bfloat16",
+    on a GPU of this compute capability (None without one); else None."""
+    known = dtype in ("bfloat16", "float16") and capability in ((9, 0), (10, 0))
+    found = limit_of("cudnn", "sdpa") if known else None
+    return found and found[0]
 
-    `dtype` is that of queries, such as "bfloat16"; `capability` that of the GPU, None without one.
-    """
-    preferred = dtype in ("bfloat16", "float16") and capability in ((9, 0), (10, 0))
-    if not preferred or (found := limit_of("cudnn", attention)) is None:
+
+def cudnn_note(attn_implementation: str, dtype: str, capability: tuple[int, int] | None) -> str | None:
+    """Says how to avoid NaN in cuDNN's backward under a mask; None if sdpa does not prefer cuDNN, see
+    `prefers_cudnn`."""
+    if attn_implementation != "sdpa" or (release := prefers_cudnn(dtype, capability)) is None:
         return None
     return (
-        f"{attention} of {found[0]} prefers cuDNN on this GPU, whose gradients may be NaN under a mask (padded or "
-        "packed rows) of a length that is 64 more than a multiple of 128; "
-        "torch.backends.cuda.enable_cudnn_sdp(False) avoids it"
+        f"sdpa of {release} prefers cuDNN on this GPU, whose gradients may be NaN under a mask (padded or packed rows) "
+        "of a length that is 64 more than a multiple of 128; torch.backends.cuda.enable_cudnn_sdp(False) avoids it"
     )

@@ -1,18 +1,24 @@
 """The canary finds a kernel that computes a wrong row, omits a row, or raises. The few steps and the long attention
 find a wrong gradient. Kernel times cover every part, next to predicted times."""
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmark import attention, canary, few_steps, kernel_times, long_attention
-from benchmark.checks import checked
+from benchmark.checks import checked, run
 from benchmark.one_tile import Tile, tile_at_hand
 from benchmark.rates import Rates
 from benchmark.shapes import SHAPES
+from transformers import PreTrainedModel
+
+from seqtile import status
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +64,9 @@ def long_rows(sequence: long_attention.Sequence) -> dict[str, bool]:
     """Returns what was compared, by the end of its name, and whether it is right."""
     rows: list[dict[str, Any]] = []
     checked("long", partial(long_attention.attention, "long", sequence, False), rows.append)
-    assert rows[0]["sdpa"] and rows[0]["seconds"] > 0
-    return {row["what"].rpartition("_ATTENTION: ")[2] or row["what"]: row["right"] for row in rows[1:]}
+    begins, figures, *compared = rows
+    assert begins["sdpa"] == figures["sdpa"] and figures["seconds"] > 0
+    return {row["what"].rpartition("_ATTENTION: ")[2] or row["what"]: row["right"] for row in compared}
 
 
 def test_long_attention_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +108,30 @@ def test_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("attention by 2 groups" in line for line in found["status"]["says"])
     ours = few_steps.Trained([1.0], {"weight": torch.full([4], 1.01)}, 0, 0.0)
     others = [ours._replace(gradients={"weight": torch.full([4], value)}) for value in (1.0, 1.001)]
-    worst = few_steps.largest("made up", ours, *others)
+    worst = few_steps.largest(ours, *others)
     assert worst.error == pytest.approx(0.01) and worst.allowed == pytest.approx(0.002, rel=0.01)
+
+
+def test_few_steps_say_which_part_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the untiled model did is noted before; then the model runs with all heads at once."""
+    shape, rows, trained = replace(SHAPES["tiny"], layers=few_steps.LAYERS), [], few_steps.trained
+
+    def with_groups_failing(model: PreTrainedModel, *given: object) -> few_steps.Trained:
+        if any("groups" in line for line in str(status(model)).splitlines()):
+            raise RuntimeError("no groups here")
+        return trained(model, *given)
+
+    monkeypatch.setattr(few_steps, "CHUNK", 64)
+    monkeypatch.setattr(few_steps, "trained", with_groups_failing)
+    assert not checked("steps", partial(few_steps.steps, shape, 150), rows.append)
+    assert [row["what"] for row in rows] == ["untiled", "seqtile, all heads at once", "steps"]
+    assert rows[-1]["why"] == "RuntimeError: no groups here"
+
+
+def test_findings_that_are_no_numbers(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run("made up", {"one": lambda: iter([{"what": "x", "losses": [1.0, math.nan]}])}, tmp_path / "found.jsonl")
+    assert json.loads((tmp_path / "found.jsonl").read_text())["losses"] == [1.0, "nan"]
 
 
 def test_times(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from liger_kernel.transformers import rms_norm as ligers_norm
-from liger_kernel.transformers import rope as ligers_rope
-from liger_kernel.transformers import swiglu as ligers_swiglu
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -38,6 +35,10 @@ from seqtile.offload.store import Copies, Pool, Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
 from support.measure import LiveBytes
+
+ligers_norm, ligers_rope, ligers_swiglu = (
+    pytest.importorskip(f"liger_kernel.transformers.{name}") for name in ("rms_norm", "rope", "swiglu")
+)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

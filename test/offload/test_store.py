@@ -542,3 +542,12 @@ def test_available_in_nested_groups(tmp_path: Path, line: str, group: str, names
     written(groups / group, **{names[0]: f"{6 * GIB}\n", names[1]: f"{2 * GIB}\n"})
     assert available(proc, groups) == 4 * GIB - KEPT_FREE
     assert available() < 2**62
+
+
+def test_a_forked_process_is_lent_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be memory that is not there."""
+    pool = Pool()
+    pool.give(pool.take(4096))
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(RuntimeError, match="make a Pool here"):
+        pool.take(4096)

@@ -15,6 +15,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from seqtile import limits
 from seqtile.sp import backends, sdpa
 from seqtile.sp.all_to_all import Rows, rank_heads
 from seqtile.sp.backends import attend
@@ -159,12 +160,6 @@ def test_gradients_of_documents_are_joined_once() -> None:
     assert written[1] <= 2 * written[0]
 
 
-def test_where_cudnn_may_compute() -> None:
-    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
-    assert sdpa.may_choose_cudnn("sdpa", on_gpu)
-    assert not sdpa.may_choose_cudnn("sdpa", on_cpu) and not sdpa.may_choose_cudnn("mine", on_gpu)
-
-
 def test_causal_from_the_end_takes_no_memory_of_pairs() -> None:
     """torch's function, at these lengths, asks for 8 TiB."""
     bias = sdpa.causal_from_the_end(2**20, 2**20)
@@ -186,3 +181,41 @@ def test_padded_documents_are_laid_out_tokens_first() -> None:
     out = sdpa.in_lengths({5: 6}, attention, q, k, v)
     assert torch.equal(out, q.transpose(1, 2))
     assert all(x.shape == (2, 3, 6, 4) and x.transpose(1, 2).is_contiguous() for x in seen)
+
+
+def test_one_query_at_the_end_needs_no_mask(calls: list[Asked]) -> None:
+    """Hugging Face lays the queries of one token out by kv heads, and would do so with a mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "is_causal_from_the_end", lambda *_: False)
+        masked = step((((0, 8), (8, 9), (9, 10)),), parents=(None, 0, 0))
+    calls.clear()
+    for ours, there in zip(step((((0, 8), (8, 9), (9, 10)),), parents=(None, 0, 0)), masked, strict=True):
+        assert torch.allclose(ours, there, rtol=1e-12, atol=1e-12)
+    assert {call.kind for call in calls} == {type(None)}
+
+
+def test_long_documents_are_not_padded() -> None:
+    long = sdpa.LONG + 1
+    assert sdpa.lengths_for_cudnn({100, long}) == {100: 104, long: long}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "release", "may"),
+    [
+        (torch.bfloat16, (9, 0), "2.11.0+cu130", True),
+        (torch.float32, (9, 0), "2.11.0+cu130", False),
+        (torch.bfloat16, (8, 0), "2.11.0+cu130", False),
+        (torch.bfloat16, (9, 0), "2.10.0", False),
+    ],
+)
+def test_where_torch_prefers_cudnn(
+    dtype: torch.dtype, capability: tuple, release: str, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere nothing is padded; nor where the user switched cuDNN off."""
+    monkeypatch.setattr(sdpa, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(limits, "installed", lambda package: release)
+    monkeypatch.setattr(limits, "limit_of", limits.limit_of.__wrapped__)  # which keeps its answers
+    q = SimpleNamespace(is_cuda=True, dtype=dtype, device=None)
+    assert sdpa.may_choose_cudnn("sdpa", q) is may and not sdpa.may_choose_cudnn("eager", q)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert not sdpa.may_choose_cudnn("sdpa", q)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import trl
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +24,8 @@ from sp.trainer import Recorded, weights_of
 from support import trl_trainers
 from support.tiny import gentle
 from support.training import with_lora
+
+trl = pytest.importorskip("trl")
 
 STEPS = 3
 KINDS = ("plain", "adapter", "tiled")

@@ -37,7 +37,7 @@ else:
     """The module of each kernel."""
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # gelu_tanh: Hugging Face's gelu_pytorch_tanh
-BUILDERS = ("triton.runtime.build", "triton.runtime.driver")
+LAUNCHER_MODULES = ("triton.runtime.build", "triton.runtime.driver")
 """Triton's modules that build, with a C compiler, what launches kernels, and that look for a GPU's driver."""
 
 _triton_wanted = True
@@ -47,7 +47,8 @@ def use_triton(wanted: bool) -> None:
     """Chooses what computes on a GPU: Triton kernels, as by default (True), or plain PyTorch (False).
 
     False is for a GPU on which Triton cannot launch, for want of a C compiler, Python's headers or a driver that it
-    finds, and to compare. It holds for the whole process, from the next kernel on, and changes nothing on a CPU.
+    finds, and to compare. It holds for the whole process, from the next kernel on. On a CPU nothing changes,
+    except in Triton's interpreter.
 
     PyTorch computes the same up to rounding, slower and with more memory: outside the matrix products it reads and
     writes 6 to 27 times as many bytes as the kernels do (counted, not timed on a GPU), and it takes up to 0.6 GiB more,
@@ -77,7 +78,7 @@ def run(name: str, tensor: torch.Tensor, *args: Any) -> None:
         else:
             function(tensor, *args)
     except Exception as error:
-        if any(frame.f_globals.get("__name__") in BUILDERS for frame, _ in walk_tb(error.__traceback__)):
+        if any(frame.f_globals.get("__name__") in LAUNCHER_MODULES for frame, _ in walk_tb(error.__traceback__)):
             raise OSError(_cannot_launch(error)) from error
         raise
 

@@ -1,8 +1,9 @@
 """Warns of large attention masks before Hugging Face makes them, and of attentions that a release computes wrongly.
 
 Hugging Face looks the function that makes a mask up in a table, and calls it in every forward. The functions for sdpa
-and eager attention are replaced there, once for the process. Whether a mask is needed they decide by themselves: the
-new ones speak when they call `mask_function`, and nothing of length x length is allocated before.
+and eager attention are replaced there, once for the process, also after `restore`. The new ones pass on a
+`mask_function` that warns when it is called: after Hugging Face has decided that it needs a mask, and just before it
+allocates one.
 """
 
 from collections.abc import Callable

@@ -104,7 +104,7 @@ class AtForward:
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
         """Raises RuntimeError if the head, the hidden states or the head's weights (`weights` if given) changed since
-        the forward. Waits for the device once, to compare the samples of the weights."""
+        the forward. Waits once for each device of the weights, to compare samples of them."""
         changed, weights = [], weights or _weights_of(recipe.head)
         if not InChunks(head=recipe.head).environment().computes_as(self._environment):
             changed.append("the head's hooks or forwards")
@@ -112,7 +112,7 @@ class AtForward:
             changed.append("its adapters")
         if _version(self._hidden) != self._hidden_version:
             changed.append("the hidden states")
-        differs = {}
+        differs: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, weight in weights.items():
             before, version, sample = self._weights[name]
             if isinstance(weight, DTensor) != isinstance(before, DTensor):
@@ -120,9 +120,10 @@ class AtForward:
             if weight is before and _version(weight) != version:
                 changed.append(f"the head's {name}")
             else:
-                differs[name] = _differs(_sample(weight), sample)
-        if differs and torch.stack([*differs.values()]).any():
-            changed += [f"the head's {name}" for name, differ in differs.items() if differ]
+                differs.setdefault(sample.device, {})[name] = _differs(_sample(weight), sample)
+        for found in differs.values():
+            if torch.stack([*found.values()]).any():
+                changed += [f"the head's {name}" for name, differ in found.items() if differ]
         if changed:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "

@@ -53,7 +53,7 @@ class PartStatus:
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
     untiled_tokens: tuple[int, ...] = ()
-    """The most tokens of a batch that runs untiled, of each kind of module; of a fused layer less than a chunk."""
+    """For each kind of module, up to how many tokens a batch runs untiled. Of fused layers less than `chunk_tokens`."""
 
     def __str__(self) -> str:
         if self.tiled:

@@ -21,9 +21,9 @@ _CONTROL_GROUPS = {  # by controller (version 2 has no name): folder, limit, usa
 }
 
 
-class Mapping(mmap.mmap):
-    """Memory that only the process has that mapped it. A process that is forked from it keeps its copy of this object
-    forever: to free the object would unmap what the process has since put at that address."""
+class UnforkedMemory(mmap.mmap):
+    """Memory that forked processes do not inherit. A forked process keeps its copy of this object forever: to free the
+    object would unmap what the process has since put at that address."""
 
     process: int
 
@@ -37,7 +37,7 @@ class Mapping(mmap.mmap):
             keep(me(self))
 
 
-def mapped(size: int) -> Mapping | None:
+def mapped(size: int) -> UnforkedMemory | None:
     """Returns `size` bytes of new memory, or None if the machine has too little.
 
     Memory that is mapped counts as available until it is written to, so other processes might take the same memory
@@ -46,7 +46,7 @@ def mapped(size: int) -> Mapping | None:
     for each other: one gives up what it has, and the next goes on with that.
     """
     options = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    memory = Mapping(-1, size, **options)
+    memory = UnforkedMemory(-1, size, **options)
     memory.process = os.getpid()
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork would copy pages that are pinned, all at once
         if hasattr(mmap, advice):

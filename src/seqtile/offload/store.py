@@ -38,7 +38,7 @@ class Pool:
         limit: bytes in all; None for all that the machine has.
         device: the GPU that the blocks are registered with, for all GPUs; None for blocks that are not pinned.
 
-    A process that is forked, such as a DataLoader's worker, has none of the blocks: its copy of the pool does nothing.
+    A forked process, such as a DataLoader's worker, has none of the blocks: its copy of the pool lends and frees none.
     """
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None):
@@ -63,6 +63,8 @@ class Pool:
         Prefers the smallest free block that is large enough. Otherwise frees a block that is too small and allocates a
         new one, so that growing sequences do not leave unused blocks behind; if memory is still short, frees more.
         """
+        if self.inherited:
+            raise RuntimeError("the blocks of this pool are of the process that forked this one; make a Pool here")
         with self._lock:
             large = [i for i, block in enumerate(self._free) if len(block) >= size]
             if large:

@@ -72,7 +72,7 @@ class UlyssesAttention(SequenceParallelAttention):
         return self.qkv.start(d_qkv, to_heads=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.layout.once(("limits", self.window, q.shape[1]), lambda: self._warn_of_limits(q))
+        self.layout.once(("limits", self.window, q.shape[1], q.requires_grad), lambda: self._warn_of_limits(q))
         return attend(self.local, q, k, v)
 
     def _warn_of_limits(self, q: Tensor) -> None:

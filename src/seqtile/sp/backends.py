@@ -141,8 +141,8 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
         return (is_told and not additive) or is_square(block)
 
     def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        if is_uncut(block):
-            mask = causal_from_the_end(q.shape[2], k.shape[2])
+        if is_uncut(block):  # one query, the last, sees every key
+            mask = causal_from_the_end(q.shape[2], k.shape[2]) if q.shape[2] > 1 else None
         else:
             mask = block.mask(reach, q.device)[None, None]
         if additive:

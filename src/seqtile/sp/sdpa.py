@@ -4,7 +4,7 @@ cuDNN builds a plan for every new shape, which takes up to a second, and under s
 is left out for blocks with a mask and for batches with documents of many lengths: FlashAttention needs no plans. For
 documents of a few lengths torch chooses, and the lengths are rounded up, so that other batches have the same ones:
 
-    documents of 131,072                    ->  131,072                   what torch chooses
+    documents of one length, or from 32,768 ->  as they are               what torch chooses
     documents of 700, 1,300 and 2,000       ->  704, 1,408 and 2,048      what torch chooses
     of five lengths or more; with a mask    ->  as they are               without cuDNN
 """
@@ -15,11 +15,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
+from torch.cuda import get_device_capability
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from seqtile.limits import prefers_cudnn
+
 FEW_LENGTHS = 4  # for which cuDNN may build plans in one batch
-OTHERS = {
+LONG = 2**15  # tokens
+BACKENDS_BUT_CUDNN = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: cuda.math_sdp_enabled,
@@ -27,8 +31,10 @@ OTHERS = {
 
 
 def may_choose_cudnn(implementation: str, q: Tensor) -> bool:
-    """Returns whether an attention function may be computed by cuDNN: only sdpa on a GPU."""
-    return implementation == "sdpa" and q.is_cuda
+    """Returns whether torch may compute an attention call of these queries by cuDNN, as installed and switched."""
+    if implementation != "sdpa" or not q.is_cuda or not cuda.cudnn_sdp_enabled():
+        return False
+    return prefers_cudnn(str(q.dtype).removeprefix("torch."), get_device_capability(q.device)) is not None
 
 
 def without_cudnn() -> AbstractContextManager:
@@ -36,14 +42,16 @@ def without_cudnn() -> AbstractContextManager:
 
     Changes nothing if neither flash nor efficient attention is enabled: what is left makes scores of length x length.
     """
-    enabled = [backend for backend, is_enabled in OTHERS.items() if is_enabled()]
+    enabled = [backend for backend, is_enabled in BACKENDS_BUT_CUDNN.items() if is_enabled()]
     return nullcontext() if enabled in ([], [SDPBackend.MATH]) else sdpa_kernel(enabled)
 
 
 def lengths_for_cudnn(documents: set[int]) -> dict[int, int] | None:
     """Returns the length in which to compute documents of each of these lengths; None if they are too many for cuDNN.
-    A single length stays as it is, because padding copies queries, keys and values."""
-    found = {length: rounded(length) if len(documents) > 1 else length for length in documents}
+    A single length stays as it is, because padding copies queries, keys and values, and so do long ones, for which a
+    plan takes less time than the padding would."""
+    padded = {length for length in documents if len(documents) > 1 and length < LONG}
+    found = {length: rounded(length) if length in padded else length for length in documents}
     return found if len(set(found.values())) <= FEW_LENGTHS else None
 
 

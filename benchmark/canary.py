@@ -7,15 +7,13 @@ from the truth as torch in the same dtype. Ends with 1 if anything is wrong. Fir
 chooses for the shapes that a model asks it for.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from benchmark.attention import backend
-from benchmark.checks import Findings, Found, judged, run
+from benchmark.checks import Findings, Found, file_given, judged, run
 from benchmark.contest import WRONG
 from benchmark.device import DEVICE, DTYPE
 from benchmark.errors import FLOOR, distance, relative_error
@@ -187,7 +185,7 @@ CHECKS: dict[str, Callable[[Tile], Findings]] = {
 
 def main() -> None:
     tile = tile_at_hand()
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    file = file_given(__doc__)
     run("canary", {name: partial(check, tile) for name, check in CHECKS.items()}, file)
 
 

@@ -1,5 +1,6 @@
 """Checks of what a device computes: each finding is printed and appended to a file as a line of JSON, at once."""
 
+import argparse
 import math
 import sys
 import traceback
@@ -52,11 +53,18 @@ def checked(name: str, findings: Callable[[], Findings], note: Callable[[dict[st
     return right
 
 
+def file_given(about: str | None) -> Path | None:
+    """Returns the file that the command line names."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path)
+    return parser.parse_args().file
+
+
 def plain(value: Any) -> Any:
     """Returns what JSON can hold: infinities and NaN as words."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
-    return [plain(each) for each in value] if isinstance(value, list) else value
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def run(part: str, checks: dict[str, Callable[[], Findings]], file: Path | None) -> None:

@@ -11,16 +11,16 @@ wrong.
 """
 
 import gc
-import sys
+import math
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from benchmark.checks import Findings, Found, run
+from benchmark.checks import Findings, Found, file_given, run
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
 from benchmark.errors import distance
 from benchmark.models import build, offloaded
@@ -125,7 +125,9 @@ def steps(shape: Shape, tokens: int) -> Findings:
     tiled(model)
     try:
         ours = trained(model, inputs)
-    except Exception:  # by groups of heads, or tiled at all?
+    except Exception as error:  # by groups of heads, or tiled at all?
+        yield {"what": "seqtile", "why": f"{type(error).__name__}: {error}"[:400]}
+        traceback.clear_frames(error.__traceback__)  # which hold the model and what it keeps
         del model
         free_memory()
         yield figures("seqtile, all heads at once", in_turn(shape, inputs, partial(tiled, groups=False), DTYPE, STEPS))
@@ -162,7 +164,8 @@ def largest(ours: Trained, truth: Trained, theirs: Trained) -> Found:
     for parameter, right in truth.gradients.items():
         allowed = 2 * distance(theirs.gradients[parameter], right) + 1e-6
         error = distance(ours.gradients[parameter], right)
-        found.append((error / allowed if error == error else float("inf"), error, allowed, parameter))
+        ratio = error / allowed
+        found.append((ratio if ratio == ratio else math.inf, error, allowed, parameter))  # NaN is the worst
     _, error, allowed, parameter = max(found)
     return Found(f"gradients of {len(found)} parameters, from the truth; worst: {parameter}", error, allowed)
 
@@ -170,7 +173,7 @@ def largest(ours: Trained, truth: Trained, theirs: Trained) -> Found:
 def main() -> None:
     on_gpu = DEVICE == "cuda"
     shape = replace(SHAPES["llama3_8b" if on_gpu else "tiny"], layers=LAYERS)
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    file = file_given(__doc__)
     run("few steps", {"steps": partial(steps, shape, 16 * K if on_gpu else 300)}, file)
 
 

@@ -8,19 +8,24 @@
 #   dev/gpu_day.sh OUT long             or 3: the longest sequences, beside the plan's; how well offload overlaps
 # or, instead of the name, a file with steps of its own. It needs bash and python3, no make, git or network.
 #   WHEELS=DIR    what that Python lacks, see dev/wheels.sh; default: wheels, if it is there
+#   PYTHON=...    default: python3
 #   COMMIT=...    names what is measured, where there is no git
 #   SIZE=tiny     to rehearse without a GPU
 # A step that hangs, dies or fails is noted, and the next one begins. In OUT from the first minute on: log.txt, what every
 # step said; summary.txt; found.jsonl; results/, which belongs in benchmark/results. In the end at most 8 files.
 set -uo pipefail
-call=${2:?expected a directory, and next, right, fast, long or a file of steps}
+if (($# < 2)); then
+  echo "usage: dev/gpu_day.sh OUT next|right|fast|long|FILE [MINUTES]" >&2
+  exit 2
+fi
+call=$2
 minutes=${3:-9}
 [[ -f $call ]] && call=$(realpath "$call")
-case $call in
+[[ -f $call ]] || case $call in
   1) call=right ;;
   2) call=fast ;;
   3) call=long ;;
-  next | right | fast | long | /*) ;;
+  next | right | fast | long) ;;
   *)
     echo "expected next, right, fast, long or a file of steps; got $call" >&2
     exit 2
@@ -123,6 +128,14 @@ call_long() {
 
 if [[ -d $wheels ]]; then
   step wheels 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl
+fi
+# what would fail in every step is said at once
+ready='import os, rich, torch, transformers
+tiny = os.environ.get("SIZE") == "tiny"
+assert tiny or torch.cuda.is_available(), "torch finds no GPU; SIZE=tiny rehearses without one"'
+if [[ ! -f $call ]] && ! said=$("$python" -W ignore -c "$ready" 2>&1); then
+  note "$python cannot run this: ${said##*$'\n'}"
+  exit 2
 fi
 if [[ -f $call ]]; then
   source "$call"

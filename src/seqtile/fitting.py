@@ -99,7 +99,7 @@ def fit(
     if not dry_run:
         apply_seqtile(inner, **found.options)
         if found.offload:
-            enable_offload(inner)
+            enable_offload(inner, device="cuda" if torch.cuda.is_available() else None)  # where it is going to be
         elif not is_checkpointed(inner):
             enable_checkpointing(inner)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -111,6 +111,9 @@ def _with_limits(found: Fit, attention: str) -> Fit:
     """Adds a note if this attention's backward is wrong at the planned length in the installed releases."""
     if (plan := found.plan) is None:
         return found
+    if attention == "eager":
+        more = "eager attention stores scores of length x length, which no plan counts; load with another"
+        found = replace(found, lines=(*found.lines, f"  note: {more} attn_implementation"))
     limit = flash_limit(attention, plan.heads_at_once, plan.shape.head_dim)
     if limit is None or plan.seq_len < limit[0]:
         return found

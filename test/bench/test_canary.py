@@ -124,7 +124,7 @@ def test_few_steps_say_which_part_failed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(few_steps, "CHUNK", 64)
     monkeypatch.setattr(few_steps, "trained", with_groups_failing)
     assert not checked("steps", partial(few_steps.steps, shape, 150), rows.append)
-    assert [row["what"] for row in rows] == ["untiled", "seqtile, all heads at once", "steps"]
+    assert [row["what"] for row in rows] == ["untiled", "seqtile", "seqtile, all heads at once", "steps"]
     assert rows[-1]["why"] == "RuntimeError: no groups here"
 
 

@@ -129,4 +129,4 @@ def test_where_nothing_is_kept() -> None:
             return function(x)
 
     checkpoint(lambda x: inside(x).cos(), x, use_reentrant=False).sum().backward()
-    assert found == [False, False, True, True], "hooks inside a checkpoint too"
+    assert found == [False, True, True, True], "any hooks, inside a checkpoint too"

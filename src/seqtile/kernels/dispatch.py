@@ -52,9 +52,11 @@ def use_triton(wanted: bool) -> None:
 
     PyTorch computes the same up to rounding, slower and with more memory: outside the matrix products it reads and
     writes 6 to 27 times as many bytes as the kernels do (counted, not timed on a GPU), and it takes up to 0.6 GiB more,
-    at any length.
+    at any length. Raises TypeError for another value.
     """
     global _triton_wanted
+    if not isinstance(wanted, bool):
+        raise TypeError(f"use_triton: expected True or False, got {wanted!r}")
     _triton_wanted = wanted
 
 

@@ -27,7 +27,7 @@ _WHY = {  # why there is a mask: what to do instead
     "keys are cached before the queries": f"{_FLASH} needs none",
     "rows are padded": f"{_FLASH} needs none; nor does sdpa without an attention_mask, where rows have one length",
     "documents are packed in a row, or spans attend both ways": (
-        f"{_FLASH} needs none for documents; over several GPUs seqtile.sp computes both in blocks"
+        f"{_FLASH} needs none for documents; over several GPUs seqtile.sp computes documents and spans in blocks"
     ),
 }
 _EAGER, _WINDOW, _CACHED, _PADDED, _PACKED = _WHY

@@ -132,7 +132,8 @@ def enable(
     disable(model)
     enable_checkpointing(model)
     if device.type != "cuda":
-        warnings.warn(f"the model is on {device}: what its checkpoints save stays there", stacklevel=2)
+        remedy = "if it is going to be on a GPU, pass device='cuda'"
+        warnings.warn(f"the model is on {device}: what its checkpoints save stays there; {remedy}", stacklevel=2)
         setattr(model, _ENABLED, None)
         return
     checkpoints = _on_gpu(torch.empty(0, device=device).device, host_memory_limit, strict)  # with its number

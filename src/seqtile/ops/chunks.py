@@ -55,25 +55,15 @@ def is_trial() -> bool:
 def keeps_nothing() -> bool:
     """Returns whether a forward keeps nothing for the step's backward: without gradients, or in a checkpoint.
 
-    The same in the forward and the recomputation of a checkpoint, whatever other hooks for saved tensors there are. A
-    compiler is told no."""
+    The same in the forward and the recomputation of a checkpoint. So any hooks for saved tensors are taken for those of
+    a checkpoint: others, which keep tensors elsewhere, may then be given more to keep, but a recomputation with other
+    chunks would be wrong. A compiler is told no."""
     if torch.compiler.is_compiling():
         return False
-    # Without gradients: also the forward of a reentrant checkpoint. In a backward: every recomputation, and there hooks
-    # say nothing, since a backward inherits those that are active where it is called.
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+    if not torch.is_grad_enabled():  # also in the forward of a reentrant checkpoint
         return True
-    autograd, inner = torch._C._autograd, []
-    try:
-        while hooks := autograd._top_saved_tensors_default_hooks(True):
-            if hooks[0] is torch.Tensor.detach or "checkpoint" in (getattr(hooks[0], "__module__", None) or ""):
-                return True  # of `tiled`, or of torch's or DeepSpeed's checkpoints
-            inner.append(hooks)
-            autograd._pop_saved_tensors_default_hooks()
-    finally:
-        for hooks in reversed(inner):
-            autograd._push_saved_tensors_default_hooks(*hooks)
-    return False
+    is_in_backward = torch._C._current_graph_task_id() != -1  # as every recomputation is
+    return is_in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def resolve_chunk_tokens(

@@ -263,7 +263,7 @@ def _to_turn_on(plan: Plan, model: str) -> list[str]:
         others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2", "DeepSpeed's ZeRO-3"]
         lines.append(f"# {others[setup.zero_stage]}")
     if "activations" in setup.offload:
-        lines.append('offload.enable(model, device="cuda")' if "weights" in moved else "offload.enable(model)")
+        lines.append('offload.enable(model, device="cuda")')  # wherever the model is yet
     else:
         older = "in older transformers gradient_checkpointing_enable"
         lines.append(f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}')

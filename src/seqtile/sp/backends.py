@@ -155,7 +155,7 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
         squares = {block.q1 - block.q0 for row in cut for block in row if is_square(block)}
         return cut, lengths_for_cudnn(squares) if by_cudnn else {}
 
-    key = ("blocks", rows, reach, additive, bool(attention.spans))
+    key = ("blocks", rows, reach, additive, bool(attention.spans), q.dtype)
     cut, lengths = attention.layout.once(key, cut_into_blocks)
     for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
         queries = [part for (part,) in in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)]

@@ -88,3 +88,15 @@ def test_layers_in_two_parts_run_untiled(layer: bool) -> None:
     with patch("seqtile.models.layer.call_layer_in_chunks", side_effect=AssertionError):
         found, ours = step(tiled, 60)
     assert found == set() and all(map(torch.equal, ours, step(untiled, 60)[1]))
+
+
+@pytest.mark.parametrize(("reentrant", "layer"), [(False, True), (True, False)])
+def test_chunks_under_hooks_around_a_step(reentrant: bool, layer: bool) -> None:
+    """A backward inherits them, as of TRL's activation offloading. With dropout, a recomputation in other chunks would
+    draw other numbers."""
+    model = build("llama").train()
+    seqtile.apply_seqtile(model, loss=False, layer=layer, check=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert step(model, 250)[0] == {LONG}

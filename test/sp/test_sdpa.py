@@ -212,8 +212,8 @@ def test_where_torch_prefers_cudnn(
     dtype: torch.dtype, capability: tuple, release: str, may: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere nothing is padded; nor where the user switched cuDNN off."""
-    monkeypatch.setattr(sdpa, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(sdpa, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(limits, "installed", lambda package: release)
     monkeypatch.setattr(limits, "limit_of", limits.limit_of.__wrapped__)  # which keeps its answers
     q = SimpleNamespace(is_cuda=True, dtype=dtype, device=None)

@@ -12,10 +12,10 @@ documents of a few lengths torch chooses, and the lengths are rounded up, so tha
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
-from torch.cuda import get_device_capability, is_available
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -34,7 +34,8 @@ def may_choose_cudnn(implementation: str, q: Tensor) -> bool:
     """Returns whether torch may compute an attention call of these queries by cuDNN, as installed and switched."""
     if implementation != "sdpa" or not q.is_cuda or not cuda.cudnn_sdp_enabled():
         return False
-    capability = get_device_capability(q.device) if is_available() else None  # no GPU: a simulation
+    is_simulated = not torch.cuda.is_available()
+    capability = None if is_simulated else torch.cuda.get_device_capability(q.device)
     return prefers_cudnn(str(q.dtype).removeprefix("torch."), capability) is not None
 
 

@@ -96,7 +96,7 @@ def mask_limit(attention: str, queries: int, keys: int) -> str | None:
 def prefers_cudnn(dtype: str, capability: tuple[int, int] | None) -> str | None:
     """Returns the release of torch, as a text, if its sdpa prefers cuDNN for queries of this dtype, such as "bfloat16",
     on a GPU of this compute capability (None without one); else None."""
-    known = dtype in ("bfloat16", "float16") and capability in ((9, 0), (10, 0))
+    known = dtype in ("bfloat16", "float16") and capability in ((9, 0), (10, 0), (10, 3))
     found = limit_of("cudnn", "sdpa") if known else None
     return found and found[0]
 

@@ -50,45 +50,45 @@ def installed(package: str) -> str | None:
 
 
 @cache
-def limit_of(kernel: str, attention: str) -> tuple[str, str] | None:
+def limit_of(kernel: str, attn_implementation: str) -> tuple[str, str] | None:
     """Returns the releases that are installed and that are needed, as texts, if a kernel of this attention has a defect
     as installed; else None."""
     for limit in LIMITS:
         release = installed(limit.package)
-        if (limit.kernel, limit.attn_implementation) == (kernel, attention) and limit.holds(release):
+        if (limit.kernel, limit.attn_implementation) == (kernel, attn_implementation) and limit.holds(release):
             needed = "" if limit.fixed is None else f"{limit.package} {'.'.join(map(str, limit.fixed))} or later"
             return f"{limit.package} {release}", needed
     return None
 
 
-def flash_limit(attention: str, heads: int, head_dim: int) -> tuple[int, str] | None:
+def flash_limit(attn_implementation: str, heads: int, head_dim: int) -> tuple[int, str] | None:
     """Returns from how many tokens of a document on flash's backward is wrong, and a sentence that says so; None if it
     is right as installed.
 
     Args:
-        attention: Hugging Face's name, such as "sdpa".
+        attn_implementation: Hugging Face's name, such as "sdpa".
         heads: query heads that are computed at once.
         head_dim: width of a head, which the kernel pads to a multiple of 32.
     """
-    if (found := limit_of("flash", attention)) is None:
+    if (found := limit_of("flash", attn_implementation)) is None:
         return None
     release, needed = found
     tokens = -(-INT32 // (heads * (-(-head_dim // 32) * 32)))
     return tokens, (
-        f"{attention}: from {tokens:,} tokens in a document on, with {heads} query heads of {head_dim} at once, the "
-        f"backward of FlashAttention in {release} overflows: wrong gradients, or a crash. Compute fewer heads at once "
+        f"{attn_implementation}: from {tokens:,} tokens in a document on, with {heads} query heads of {head_dim} at once, "
+        f"the backward of FlashAttention in {release} overflows: wrong gradients, or a crash. Compute fewer heads at once "
         f'(layer=True, head_groups="auto"; seqtile.sp over more GPUs), or install {needed}'
     )
 
 
-def mask_limit(attention: str, queries: int, keys: int) -> str | None:
+def mask_limit(attn_implementation: str, queries: int, keys: int) -> str | None:
     """Says that torch's efficient attention misreads a mask of queries x keys; None if it does not as installed."""
-    if queries * keys <= UINT32 or (found := limit_of("efficient", attention)) is None:
+    if queries * keys <= UINT32 or (found := limit_of("efficient", attn_implementation)) is None:
         return None
     release, needed = found
     return (
-        f"{attention}: a mask of {queries:,} x {keys:,} has more than 2**32 elements, of which the efficient attention "
-        f'of {release} reads the wrong ones. Load with attn_implementation="flash_attention_2", which needs no mask; '
+        f"{attn_implementation}: a mask of {queries:,} x {keys:,} has more than 2**32 elements, of which the efficient "
+        f'attention of {release} reads the wrong ones. Load with attn_implementation="flash_attention_2", which needs no mask; '
         f"or pass rows without padding and packing, or install {needed}"
     )
 

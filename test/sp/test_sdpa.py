@@ -86,7 +86,7 @@ def packed(count: int) -> Rows:
 
 
 def test_lengths_are_few_in_all_batches(calls: list[Asked]) -> None:
-    """For a few documents those of a grid; for 38, which today have up to 38 lengths, not by cuDNN; as exact as they
+    """For a few documents those of a grid; for 38, of up to 38 lengths, not by cuDNN; as exact as they
     are without padding."""
     grid = {sdpa.rounded(tokens) for tokens in range(1, LENGTH + 1)}
     assert len(grid) == 16 + 8 * 4 and all(sdpa.rounded(x) == x for x in grid)

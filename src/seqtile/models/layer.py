@@ -65,14 +65,14 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     verdicts = Verdicts(layer_verdict)
     of_layer_apart = torch.compiler.disable(verdicts.of, reason="seqtile looks at what the modules of a layer are")
 
-    def fits(layer: nn.Module, hidden: torch.Tensor, keeps_nothing: bool) -> bool:
+    def fits(layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
         tokens, mlp_size, dtype = hidden.shape[:-1].numel(), 0, autocast_dtype(hidden) or hidden.dtype
         if torch.compiler.is_compiling():
             is_whole = not is_sharded(layer)
         else:
             verdict = verdicts.kept(layer, dtype)
             is_whole = not verdict.sharded
-            if keeps_nothing and verdict.how == "chunked" and verdict.sparsity == 1:
+            if nothing_is_kept and verdict.how == "chunked" and verdict.sparsity == 1:
                 mlp_size = verdict.mlp_size
         chunk = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], 1, mlp_size, dtype.itemsize)
         return is_whole and tokens <= chunk

@@ -26,8 +26,7 @@ from seqtile.ops.save_early import save_early, saved_for
 from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
-TRIED_TOKENS = 8
-"""The tokens that `check=True` tries."""
+TRIED_TOKENS = 8  # by `check=True`
 
 
 def tiled(

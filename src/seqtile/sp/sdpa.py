@@ -76,9 +76,9 @@ def in_lengths(lengths: Mapping[int, int], attend: Callable[..., Tensor], q: Ten
 
 
 def causal_from_the_end(queries: int, keys: int) -> CausalBias:
-    """Returns what `causal_lower_right` returns, of which sdpa computes causal attention where the last query sees the
-    last key. That function takes 8 bytes of host memory for each pair of a query and a key: torch's constructor of a
-    tensor reads the two lengths as its sizes."""
+    """Returns the mask of causal attention in which the last query sees the last key, without its elements, as torch's
+    `causal_lower_right` does. That function takes 8 bytes of host memory for each pair of a query and a key: the
+    constructor of a tensor reads the two lengths as its sizes."""
     bias = CausalBias.__new__(CausalBias)
     bias.__init__(CausalVariant.LOWER_RIGHT, queries, keys)
     return bias

@@ -76,8 +76,8 @@ def flash_limit(attn_implementation: str, heads: int, head_dim: int) -> tuple[in
     tokens = -(-INT32 // (heads * (-(-head_dim // 32) * 32)))
     return tokens, (
         f"{attn_implementation}: from {tokens:,} tokens in a document on, with {heads} query heads of {head_dim} at "
-        f"once, the backward of FlashAttention in {release} overflows: wrong gradients, or a crash. Compute fewer heads "
-        f'at once (layer=True, head_groups="auto"; seqtile.sp over more GPUs), or install {needed}'
+        f"once, the backward of FlashAttention in {release} overflows: wrong gradients, or a crash. Compute fewer "
+        f'heads at once (layer=True, head_groups="auto"; seqtile.sp over more GPUs), or install {needed}'
     )
 
 
@@ -88,8 +88,8 @@ def mask_limit(attn_implementation: str, queries: int, keys: int) -> str | None:
     release, needed = found
     return (
         f"{attn_implementation}: a mask of {queries:,} x {keys:,} has more than 2**32 elements, of which the efficient "
-        f'attention of {release} reads the wrong ones. Load with attn_implementation="flash_attention_2", which needs no '
-        f"mask; or pass rows without padding and packing, or install {needed}"
+        f'attention of {release} reads the wrong ones. Load with attn_implementation="flash_attention_2", which needs '
+        f"no mask; or pass rows without padding and packing, or install {needed}"
     )
 
 

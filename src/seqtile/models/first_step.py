@@ -142,7 +142,9 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             batch = trial_batch(model, original, args, kwargs)
         run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks).run
         untiled = run(tiled={})
-        eps = max(precision_of(x) for x in (next(model.parameters()), *untiled.values()) if x is not None)
+        dtypes = {getattr(module, "compute_dtype", None) for module in model.modules()}  # of quantised layers
+        in_layers = [torch.empty(0, dtype=dtype) for dtype in dtypes if isinstance(dtype, torch.dtype)]
+        eps = precision_of(*model.parameters(), *untiled.values(), *in_layers)
         nudged = run(tiled={}, nudge=eps)
     except Exception as error:  # whatever the model's own code raises for so short a batch
         return f"{_UNCOMPARED}: the untiled model fails on a few tokens of it ({brief(error)})"

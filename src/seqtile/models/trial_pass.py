@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -30,6 +29,7 @@ from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
 from seqtile.models.weights import innermost, is_users
 from seqtile.ops.chunks import chunk_tokens_everywhere
+from seqtile.ops.save_early import saved_unseen
 from seqtile.protocols import SHARDED
 
 SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is restored, in elements
@@ -143,7 +143,7 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
         stack.callback(random.setstate, random.getstate())
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        stack.enter_context(saved_unseen())
         stack.enter_context(_attributes_put_back(model))
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)

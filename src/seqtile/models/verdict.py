@@ -21,8 +21,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
 
+from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
-from seqtile.models.weights import hooks_of
 
 _END = object()
 _DTYPE = attrgetter("dtype")

@@ -21,8 +21,8 @@ from seqtile.models.difference import brief, precision_of
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
 from seqtile.models.gathered import remove_hooks_that_gather
+from seqtile.models.hooks import is_known
 from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
-from seqtile.models.weights import is_users
 
 TOKENS, FEW = (2, 9), 4  # of a test: its batch, and tokens of a chunk
 Kind = tuple[type, CodeType | None]
@@ -140,7 +140,7 @@ def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | N
     tested. A hook on `root` itself runs once, on the whole sequence, except on a head, where it runs in each chunk."""
     for place, module in modules_by_place(root, "lm_head"):
         hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-        if (module is not root or is_head) and any(map(is_users, hooks)):
+        if (module is not root or is_head) and not all(map(is_known, hooks)):
             with suppress(NothingShown):
                 if (mixing := _tried_out(module, sizes)) is not None:
                     return f"a hook on its {place.rpartition('.')[2]} ({type(module).__name__}) mixes tokens: {mixing}"

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import linear as linear_module
 
+from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
-from seqtile.models.weights import hooks_of
 from seqtile.ops.save_early import saved_unseen
 
 _END = object()

@@ -1,7 +1,7 @@
 """Runs a forward and a backward of a model without side effects, and restores everything that they change.
 
 module.__dict__, its buffers      restored, also values that were changed in place
-users' hooks                      not called, on modules or parameters; substitutes replace them on modules
+users' hooks                      not called, unless declared by `seqtile.tokenwise`
 random numbers, autocast's casts  restored
 .grad, main_grad                  not touched; a temporary main_grad replaces the user's
 dropout, checkpointing            off
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from seqtile.declared import is_declared
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in, takes_use_cache
 from seqtile.models.hooks import innermost, is_known
@@ -136,7 +137,7 @@ def _run_untiled(module: nn.Module, placement: Placement) -> None:
 @contextmanager
 def without_a_trace(model: nn.Module) -> Iterator[None]:
     """Restores on exit whatever a forward or a backward of the model changes. Inside, checkpointing and dropout are
-    off, and users' module hooks are not called."""
+    off, and users' module hooks are not called, unless declared."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
     kind = next(iter(devices)).type if devices else "cuda"
     with ExitStack() as stack:
@@ -164,7 +165,7 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             if getattr(module, "gradient_checkpointing", False):
                 own["gradient_checkpointing"] = False
             for name in _HOOKS:  # copies, so that hooks registered meanwhile disappear
-                own[name] = OrderedDict(_without_users(own[name], _smaller if name == "_forward_hooks" else _no_hook))
+                own[name] = OrderedDict(_known_or_declared(own[name]))
         for attributes in (*map(vars, modules), *configs.values()):
             _drop_nothing(attributes)
         yield
@@ -180,23 +181,12 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
-    """Yields hooks with `instead` in place of users' hooks, so that modules still count as having hooks."""
+def _known_or_declared(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
+    """Yields a module's hooks without those of users that are not declared, and without those of DeepSpeed: ZeRO-3's
+    record the order of modules."""
     for key, hook in hooks.items():
-        if not is_known(hook):
-            yield key, instead
-        elif package_of(innermost(hook)) != "deepspeed":  # ZeRO-3's hooks record the order of modules
+        if is_declared(hook) or (is_known(hook) and package_of(innermost(hook)) != "deepspeed"):
             yield key, hook
-
-
-def _no_hook(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _smaller(*args: Any) -> torch.Tensor | None:
-    """A forward hook that changes the output, so that a missing hook call becomes visible."""
-    output = args[-1]
-    return 0.75 * output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 module.__dict__, its buffers      restored, also values that were changed in place
 users' hooks                      not called, unless declared by `seqtile.tokenwise`
 random numbers, autocast's casts  restored
+what users' modules hold          restored, see trial_state.py
 .grad, main_grad                  not touched; a temporary main_grad replaces the user's
 dropout, checkpointing            off
 """
@@ -29,6 +30,7 @@ from seqtile.models.hooks import innermost, is_known
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
+from seqtile.models.trial_state import UsersState
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.save_early import saved_unseen
 from seqtile.protocols import SHARDED
@@ -60,6 +62,7 @@ class Pass:
     full: bool
     """True to compare the gradients of all parameters, including large ones."""
     ranks: Ranks
+    users: UsersState
 
     def __post_init__(self) -> None:
         self.choices = SameChoices() if experts_in(self.model) else nullcontext()
@@ -83,6 +86,7 @@ class Pass:
         elif any(placement.part == "loss" for placement in untiled.values()) and takes_use_cache(forward):
             inputs.setdefault("use_cache", False)  # a tiled loss makes none either
         with ExitStack() as stack:
+            stack.callback(self.users.put_back)
             stack.enter_context(without_a_trace(self.model))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())

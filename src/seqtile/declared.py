@@ -44,7 +44,9 @@ def is_declared(thing: Any) -> bool:
     """Returns whether something, or its class, was declared by `tokenwise`."""
     thing = getattr(thing, "__func__", thing)
     if isinstance(thing, FunctionType):
-        return vars(thing).get(_MARK) is thing.__code__
+        return getattr(thing, _MARK, None) is thing.__code__
+    if isinstance(thing, partial):  # takes no mark, and a compiler does not know its __dict__
+        return False
     own = () if isinstance(thing, type) else (type(thing),)
     return any(_MARK in getattr(each, "__dict__", ()) for each in (thing, *own))
 

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.models.difference import STATES_NAME, Difference, brief, difference, precision_of
+from seqtile.models.hooks import is_known
 from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
-from seqtile.models.weights import is_users
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
@@ -120,7 +120,7 @@ class _MadeOf:
         return True
 
     def _users_hooks(self) -> list[int]:
-        return [sum(map(is_users, hooks.values())) for hooks in self._hooks]
+        return [sum(not is_known(hook) for hook in hooks.values()) for hooks in self._hooks]
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *self._owned]

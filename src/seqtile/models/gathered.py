@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import BackwardHook
 
-from seqtile.models.weights import defining_path, innermost
+from seqtile.models.hooks import defining_path, innermost
 
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
 _OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered

@@ -22,6 +22,7 @@ from seqtile.models.find import head_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.gathered import gathered
+from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.known import unknown_in
 from seqtile.models.late_read import gathers, rows_of_chunk
@@ -33,7 +34,6 @@ from seqtile.models.verdict import Verdict, left_untiled
 from seqtile.models.weights import (
     call_inside,
     check_untransformed,
-    defining_path,
     is_transformed,
     named,
     process_unfused_reason,

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from seqtile.models.forms import code_of, names_in
 from seqtile.models.gathered import gathered, is_sharded
+from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
 from seqtile.models.known import unknown_in
 from seqtile.models.placement import Options, original_forward
@@ -27,7 +28,6 @@ from seqtile.models.weights import (
     activation_name,
     activation_unfused_reason,
     check_untransformed,
-    defining_path,
     leaves_of,
     named,
     own_weights,

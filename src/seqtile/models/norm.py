@@ -7,10 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from seqtile.models.find import text_model_of
+from seqtile.models.hooks import defining_path
 from seqtile.models.layer_form import is_llamas_norm
 from seqtile.models.placement import Options, computed_forward
 from seqtile.models.verdict import Verdict
-from seqtile.models.weights import call_unfused_reason, defining_path, named, process_unfused_reason
+from seqtile.models.weights import call_unfused_reason, named, process_unfused_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
 from seqtile.ops.rms_norm import rms_norm

@@ -23,8 +23,8 @@ from torch.nn.modules import linear as linear_module
 from transformers.utils import logging
 
 from seqtile import declared
+from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
-from seqtile.models.weights import hooks_of
 
 logger = logging.get_logger(__name__)
 _END = object()

@@ -8,8 +8,9 @@
 Nothing is called or copied: classes, functions and hooks are recognised by where they are written.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -123,8 +124,6 @@ def _is_known_class(cls: type, module: nn.Module, maker: nn.Module | None) -> bo
 
 
 def _is_known_function(function: Callable) -> bool:
-    while isinstance(function, partial):
-        function = function.func
     if is_declared(function):
         return True
     function = innermost(function)
@@ -152,7 +151,7 @@ def _made_by(cls: type) -> set[str]:
     names: set[str] = set()
     waiting: list[Any] = [vars(base).get("__init__") for base in cls.__mro__ if base is not nn.Module]
     while waiting:
-        function = innermost(getattr(waiting[-1], "__wrapped__", waiting.pop()))
+        function = innermost(inspect.unwrap(waiting.pop()))
         if not isinstance(function, FunctionType):
             continue
         for name in _names_in(function.__code__) - names:

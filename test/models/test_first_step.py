@@ -17,7 +17,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 import seqtile
 from models.layered import KINDS, packed
 from models.test_layer_sharing import built
-from models.test_replaced import Mixing
 from seqtile.models import any_layer, first_step, layer_arguments
 from seqtile.models.base_model import base_models_of
 from seqtile.models.difference import LOSS_NAME, STATES_NAME, difference
@@ -29,6 +28,14 @@ from seqtile.models.trial_batch import TOKENS, trial_batch
 from seqtile.ops import linear, tiled
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, tiled_copy
+
+
+@seqtile.tokenwise
+class Mixing(nn.Module):
+    """Declared, but not true."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) + x.mean(-2, keepdim=True)
 
 
 def put_mixing_activation(model: nn.Module, _: object = None) -> None:
@@ -268,16 +275,39 @@ def test_padding_is_not_compared_below_the_head() -> None:
     assert "the last hidden states and" in outcome_of(model)
 
 
-def test_hooks_that_transformers_adds_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward that collects hidden states adds some; a user's hook is another matter."""
-    model, compared, outcome = build("llama"), [], first_step._outcome
+def test_hooks_repeat_it_if_they_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward that collects hidden states adds Hugging Face's. Only declared hooks are called in it."""
+    model, compared, outcome, calls = build("llama"), [], first_step._outcome, []
     monkeypatch.setattr(first_step, "_outcome", lambda *args: compared.append(args) or outcome(*args))
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    for times in (1, 1, 2):
-        if times == 2:
-            model.model.layers[0].register_forward_hook(lambda *_: None)
+    layer = model.model.layers[0]
+    for hooked in (None, None, layer, layer.mlp.down_proj):
+        if hooked is not None:
+            hooked.register_forward_hook(lambda module, args, output: calls.append(module))
+        calls.clear()
         model(**batch_of(2, 61), output_hidden_states=True)
-        assert len(compared) == times
+        assert len(compared) == 1 and (hooked is None or calls.count(hooked) == 1)
+    layer.mlp.up_proj.register_forward_hook(seqtile.tokenwise(lambda module, args, output: 2 * output))
+    calls.clear()
+    model(**batch_of(2, 61))
+    assert len(compared) == 2 and "equal the untiled model's" in outcome_of(model) and len(calls) == 2
+
+
+def test_a_declared_hook_is_compared() -> None:
+    model = tiled_copy(build("llama"))
+    mixing = seqtile.tokenwise(lambda module, args, output: output + output.mean(-2, keepdim=True))
+    model.model.layers[0].mlp.down_proj.register_forward_hook(mixing)
+    with pytest.raises(ValueError, match=NO_MLP("LlamaMLP")):
+        model(**batch_of(2, 61))
+
+
+def test_hooks_of_every_module_are_not_called() -> None:
+    calls, model = [], tiled_copy(build("llama"))
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module).__name__)):
+        model(**batch_of(2, 61))
+        assert "equal the untiled model's" in outcome_of(model) and calls.count("LlamaRotaryEmbedding") == 1
+        model(**batch_of(2, 61))
+    assert calls.count("LlamaRotaryEmbedding") == 2
 
 
 def test_status_says_that_the_model_has_changed_since() -> None:

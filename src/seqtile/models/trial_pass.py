@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from seqtile.declared import is_declared
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in, takes_use_cache
-from seqtile.models.hooks import innermost, is_known
+from seqtile.models.hooks import hooks_of, innermost, is_known
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
@@ -38,6 +38,7 @@ from seqtile.protocols import SHARDED
 SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is restored, in elements
 _ALMOST_NONE = 1e-30  # a dropout rate that drops nothing but is not 0, so that the same code runs
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_RECORDERS = ("deepspeed", "wandb")  # ZeRO-3 records the order of modules
 _TOP_K = torch.ops.aten.topk.default
 Placed = dict[nn.Module, Placement]
 
@@ -159,7 +160,8 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
 def _attributes_put_back(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     configs = {id(module.config): vars(module.config) for module in modules if hasattr(module, "config")}
-    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values()]
+    of_all = [hooks for hooks in hooks_of(None) if len(_called(hooks)) < len(hooks)]
+    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values(), *of_all]
     before = [(attributes, dict(attributes)) for attributes in changing]
     values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
     main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
@@ -169,7 +171,11 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             if getattr(module, "gradient_checkpointing", False):
                 own["gradient_checkpointing"] = False
             for name in _HOOKS:  # copies, so that hooks registered meanwhile disappear
-                own[name] = OrderedDict(_known_or_declared(own[name]))
+                own[name] = _called(own[name])
+        for hooks in of_all:
+            called = _called(hooks)
+            hooks.clear()
+            hooks.update(called)
         for attributes in (*map(vars, modules), *configs.values()):
             _drop_nothing(attributes)
         yield
@@ -185,12 +191,10 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _known_or_declared(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
-    """Yields a module's hooks without those of users that are not declared, and without those of DeepSpeed: ZeRO-3's
-    record the order of modules."""
-    for key, hook in hooks.items():
-        if is_declared(hook) or (is_known(hook) and package_of(innermost(hook)) != "deepspeed"):
-            yield key, hook
+def _called(hooks: dict[int, Callable]) -> OrderedDict[int, Callable]:
+    """Returns hooks without those of users that are not declared, and without those that record what runs."""
+    known = {key for key, hook in hooks.items() if is_known(hook) and package_of(innermost(hook)) not in _RECORDERS}
+    return OrderedDict((key, hook) for key, hook in hooks.items() if key in known or is_declared(hook))
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

@@ -373,7 +373,7 @@ def test_refused(name: str) -> None:
             lambda: eight_bits(trained=True),
             "that trains its weight, whose gradient takes one scale over all its tokens",
         ),
-        (adapted("Pvera", r=4, generator_seed=1), "draws from a generator that it keeps"),
+        (adapted("Pvera", four_bits, r=4, generator_seed=1), "draws from a generator that it keeps"),
     ],
 )
 def test_refused_on_other_devices(make: Callable[[], nn.Module], reason: str) -> None:
@@ -395,6 +395,14 @@ def test_an_adapter_that_is_not_active_refuses_nothing() -> None:
     layer.set_adapter(["plain", "default"])
     assert refusal(layer) is not None
     model.set_adapter("plain")
+    assert refusal(layer) is None
+
+
+@pytest.mark.parametrize("name", ["BOFT with dropout", "LoHa with dropout", "Lily", "VeLoRA"])
+def test_an_adapter_of_other_layers(name: str) -> None:
+    layer = REFUSED[name][0]().train()
+    assert refusal(layer) is not None
+    layer._active_adapter = ["of_another_layer"]
     assert refusal(layer) is None
 
 

@@ -73,6 +73,7 @@ _LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an 
 _CLASSES = {pattern.format(name) for pattern, names in _LISTED.items() for name in names.split()}
 _ONE_SCALE = "takes one scale over all its tokens"
 _DRAWS = "draws once for all its tokens"
+_GENERATOR = "draws from a generator that it keeps"
 
 
 def is_of_library(home: str) -> bool:
@@ -110,7 +111,8 @@ def _is_listed(cls: type) -> bool:
 
 def _weight_refusal(weight: torch.Tensor) -> str | None:
     """Says why a product with a weight, as its class computes it, may not treat each token by itself."""
-    cls = type(weight._local_tensor if isinstance(weight, DTensor) else weight)
+    weight = weight._local_tensor if isinstance(weight, DTensor) else weight
+    cls = type(weight)
     if cls.__module__.split(".")[0] == "torch":
         return None
     if not _is_listed(cls):
@@ -144,16 +146,21 @@ def _adapters_reason(module: Any) -> str | None:
     return None
 
 
-def _drops_ranks(module: Any, adapter: str) -> bool:
-    return module.training and bool(module.rank_dropout[adapter] or module.module_dropout[adapter])
+def _drops_ranks(layer: Any, adapter: str) -> bool:
+    return layer.training and bool(layer.rank_dropout.get(adapter) or layer.module_dropout.get(adapter))
+
+
+def _drops_blocks(layer: Any, adapter: str) -> bool:
+    return layer.training and adapter in layer.boft_dropout and not isinstance(layer.boft_dropout[adapter], nn.Identity)
+
+
+def _draws_alone(layer: Any, adapter: str) -> bool:
+    return layer.pvera_generator.get(adapter) is not None
 
 
 _ADAPTERS: dict[str, tuple[Callable[[Any, str], bool], str]] = {
     # a layer or a LoRA variant of PEFT's -> whether its adapter looks at more than one token, and what it then does
-    "peft.tuners.boft.layer.Linear": (
-        lambda layer, adapter: layer.training and getattr(layer.boft_dropout[adapter], "p", 0) > 0,
-        _DRAWS,
-    ),
+    "peft.tuners.boft.layer.Linear": (_drops_blocks, _DRAWS),
     "peft.tuners.lily.layer.Linear": (
         lambda layer, adapter: adapter in layer.lily_A,
         "weighs its experts by their mean over all its tokens",
@@ -173,10 +180,9 @@ _ADAPTERS: dict[str, tuple[Callable[[Any, str], bool], str]] = {
         lambda layer, adapter: adapter in layer.poly_lora_A,
         "needs the task of each sequence",
     ),
-    "peft.tuners.pvera.layer.Linear": (
-        lambda layer, adapter: layer.pvera_generator[adapter] is not None,
-        "draws from a generator that it keeps",
-    ),
+    "peft.tuners.pvera.bnb.Linear4bit": (_draws_alone, _GENERATOR),
+    "peft.tuners.pvera.bnb.Linear8bitLt": (_draws_alone, _GENERATOR),
+    "peft.tuners.pvera.layer.Linear": (_draws_alone, _GENERATOR),
 }
 
 
@@ -195,7 +201,7 @@ def _float8_reason(module: Any) -> str | None:
             return f"that {_ONE_SCALE}"
     of_weight = (config.cast_config_input_for_grad_weight, config.cast_config_grad_output_for_grad_weight)
     rounds = any(cast.scaling_type.name != "DISABLED" for cast in of_weight) and not config.round_scales_to_power_of_2
-    return f"whose weight's gradient {_ONE_SCALE}" if rounds and module.weight.requires_grad else None
+    return f"whose weight's gradient {_ONE_SCALE}" if rounds else None
 
 
 def _simulated_reason(module: Any) -> str | None:
@@ -203,7 +209,7 @@ def _simulated_reason(module: Any) -> str | None:
     config = getattr(module.activation_fake_quantizer, "config", None)
     if config is not None and not (_is_by_token(config) and getattr(config, "is_dynamic", True)):
         return f"that {_ONE_SCALE}"
-    rounds = type(module.weight_fake_quantizer).__name__ == "Float8FakeQuantizer" and module.weight.requires_grad
+    rounds = type(module.weight_fake_quantizer).__name__ == "Float8FakeQuantizer"
     return "whose weight's gradient is rounded once it is summed over all its tokens" if rounds else None
 
 

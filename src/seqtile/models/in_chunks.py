@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from seqtile.models.gathered import hooks_in_loop, silent
-from seqtile.models.weights import hooks_of, is_harmless, leaves_of
+from seqtile.models.hooks import hooks_of, is_harmless
+from seqtile.models.weights import leaves_of
 from seqtile.ops.state import found_in
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
 

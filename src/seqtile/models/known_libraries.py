@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from seqtile.models.placement import computed_forward, decorated
-from seqtile.models.replaced import class_of
-from seqtile.models.weights import defining_path
+from seqtile.models.hooks import defining_path
+from seqtile.models.placement import class_of, computed_forward, decorated
 
 _LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an input
     "peft.tuners.{}.layer.Linear": """

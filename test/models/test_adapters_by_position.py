@@ -75,7 +75,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, reentrant: bool | None = Non
     assert_equal(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
-@pytest.mark.full("of 6 cases", but=("mlp-ckpt", "layer-reentrant", "layer-plain"))
+@pytest.mark.full("of 6 cases", but=("mlp-plain", "layer-ckpt"))
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("options", EACH.values(), ids=EACH)
 def test_alora(options: dict, reentrant: bool | None) -> None:
@@ -119,6 +119,7 @@ def test_a_merged_adapter_beside_alora() -> None:
     assert_untiled(tiled, "aLoRA")
 
 
+@pytest.mark.full("of 2 cases", but=("layer",))
 @pytest.mark.parametrize("options", EACH.values(), ids=EACH)
 def test_x_lora(options: dict, tmp_path: Path) -> None:
     base, paths = build("llama", use_cache=False), {}
@@ -131,6 +132,7 @@ def test_x_lora(options: dict, tmp_path: Path) -> None:
     assert_untiled(tiled, "runs the forward of peft.tuners.xlora.layer.XLoraLinearLayer")
 
 
+@pytest.mark.full("of 2 cases", but=("layer",))
 @pytest.mark.parametrize("options", EACH.values(), ids=EACH)
 def test_an_adapter_for_each_row(options: dict) -> None:
     """PEFT tells its layers by hooks which rows are whose, and only in evaluation."""

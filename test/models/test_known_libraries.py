@@ -11,8 +11,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from seqtile.models.find import inside_peft
+from seqtile.models.known import unknown_in
 from seqtile.models.known_libraries import _CLASSES, is_of_library, refusal_of
 from support.tiny import OLDEST, build
 
@@ -174,6 +176,7 @@ KNOWN: dict[str, Callable[[], nn.Module]] = {
     "LoRA": lora(),
     "rslora": lora(use_rslora=True),
     "LoRA with a bias": lora(lora_bias=True),
+    "LoRA of GPT-2's": lora(lambda: Conv1D(OUT, IN), fan_in_fan_out=True),
     "LoRA of 4 bits": lora(four_bits),
     "LoRA of 8 bits": lora(eight_bits),
     "LoRA of torchao's": lora(of_torchao(lambda: ao().Int8WeightOnlyConfig())),
@@ -194,7 +197,7 @@ KNOWN: dict[str, Callable[[], nn.Module]] = {
     "HiRA of an embedding": adapted("Hira", at="embed", r=4),
     "OFT of an embedding": adapted("OFT", at="embed", oft_block_size=4),
     "TinyLoRA of an embedding": adapted("TinyLora", at="embed", r=2),
-    "trainable tokens": adapted("TrainableTokens", at="embed", token_indices=[1, 3]),
+    "tokens of an embedding": adapted("TrainableTokens", at="embed", token_indices=[1, 3]),
     "AdaLoRA": adapted("AdaLora", total_step=10),
     "AdaLoRA of 4 bits": adapted("AdaLora", four_bits, total_step=10),
     "AdaLoRA of 8 bits": adapted("AdaLora", eight_bits, total_step=10),
@@ -344,6 +347,7 @@ def test_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         layer.train(training)
         assert refusal(layer) is None
         assert equal_in_chunks(layer)
+        assert "embedding" in name or unknown_in(layer, "up") is None  # no part of a model holds an embedding
 
 
 class Alternating:

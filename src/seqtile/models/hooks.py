@@ -89,10 +89,8 @@ def _written_in(hook: Callable) -> str:
 def innermost(function: Any) -> Any:
     """Returns the function inside partials, bound methods, and torch's and DeepSpeed's wrappers around their hooks."""
     while True:
-        if isinstance(function, partial):
-            function = function.func
-            continue
-        function = getattr(function, "__func__", function)
+        while (inner := getattr(function, "func" if isinstance(function, partial) else "__func__", None)) is not None:
+            function = inner
         package = getattr(function, "__globals__", {}).get("__name__")
         if package == "torch._dynamo.eval_frame" and hasattr(function, "__wrapped__"):
             function = function.__wrapped__

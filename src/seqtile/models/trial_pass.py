@@ -23,9 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from seqtile.declared import is_declared
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in, takes_use_cache
-from seqtile.models.hooks import innermost, is_known
+from seqtile.models.hooks import hooks_of, innermost, is_known
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
@@ -154,11 +155,14 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
 def _attributes_put_back(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     configs = {id(module.config): vars(module.config) for module in modules if hasattr(module, "config")}
-    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values()]
+    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values(), *hooks_of(None)]
     before = [(attributes, dict(attributes)) for attributes in changing]
     values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
     main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
     try:
+        for hooks in hooks_of(None):
+            for key in [key for key, hook in hooks.items() if not is_declared(hook)]:
+                del hooks[key]
         for module in modules:
             own = vars(module)
             if getattr(module, "gradient_checkpointing", False):

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from seqtile.models.attention_masks import watch_masks
 from seqtile.models.first_step import OUTCOME
+from seqtile.models.gathered import unmark_leaves
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
 from seqtile.models.model_types import model_classes
@@ -159,6 +160,7 @@ def restore(target: nn.Module | str | None = None) -> None:
             sharded.stop_sharing_prefixes()
         for name in (_ASKED, _REFUSED):
             vars(model).pop(name, None)
+        unmark_leaves(model)
         for module in modules:
             vars(module).pop(OUTCOME, None)
         if any(placement.part for module in modules if (placement := placement_at(module))):

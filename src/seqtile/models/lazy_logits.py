@@ -25,7 +25,7 @@ from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
-from seqtile.tensor_like import ABOUT, is_in_place
+from seqtile.tensor_like import ABOUT, input_first, is_in_place
 
 Rowwise = Callable[..., torch.Tensor]
 """Computes [n, ...] from logits [n, V] and further tensors [n, ...], each row by itself."""
@@ -135,7 +135,8 @@ class LazyLogits(torch.Tensor):
                 return function(*args, **kwargs)
         if function == torch.Tensor.data.__set__:
             raise RuntimeError("logits that are computed when they are read cannot be given other data; use a copy")
-        first, out = args[0] if args else None, kwargs.get("out")
+        given, named = input_first(args, kwargs)
+        first, out = given[0] if given else None, kwargs.get("out")
         changed = first if is_in_place(name, kwargs) else out
         if isinstance(changed, cls):
             changed._to_be_changed()
@@ -144,9 +145,9 @@ class LazyLogits(torch.Tensor):
                 return first._unread()
             if name == "contiguous" and not first._layout.is_contiguous():
                 return first._derived(first.recipe.changed())
-            if name in RULES and (found := RULES[name](first.recipe, *args[1:], **kwargs)) is not NotImplemented:
+            if name in RULES and (found := RULES[name](first.recipe, *given[1:], **named)) is not NotImplemented:
                 return tree_map_only(LogitsRecipe, first._derived, found)
-            if name in _BY_ROWS and (found := _BY_ROWS[name](*args, **kwargs)) is not NotImplemented:
+            if name in _BY_ROWS and (found := _BY_ROWS[name](*given, **named)) is not NotImplemented:
                 return found
         args, kwargs = tree_map_only(cls, lambda logits: logits.computed(), (args, kwargs))
         return function(*args, **kwargs)

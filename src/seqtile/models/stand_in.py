@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-_now: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("stand_ins", default={})  # never changed in place
+_now: ContextVar[dict[tuple[nn.Module, str], Any] | None] = ContextVar("stand_ins", default=None)
+
+
+def _stand_in(owner: nn.Module, name: str) -> Any:
+    now = None if torch.compiler.is_compiling() else _now.get()
+    return None if now is None else now.get((owner, name))
 
 
 class _Child:
@@ -28,7 +33,7 @@ class _Child:
     def __get__(self, owner: nn.Module | None, cls: type | None = None) -> Any:
         if owner is None:
             return self
-        if not torch.compiler.is_compiling() and (found := _now.get().get((owner, self._name))) is not None:
+        if (found := _stand_in(owner, self._name)) is not None:
             return found
         if self._name not in owner._modules:
             raise AttributeError(self._name)  # then nn.Module looks for it
@@ -43,7 +48,7 @@ def _loss_function(usual: property) -> _LossFunction:
     get = usual.fget
 
     def loss_function(model: nn.Module) -> Any:
-        found = None if torch.compiler.is_compiling() else _now.get().get((model, "loss_function"))
+        found = _stand_in(model, "loss_function")
         return get(model) if found is None else found
 
     return _LossFunction(loss_function, usual.fset)
@@ -87,9 +92,9 @@ def without_stand_ins(function: Callable) -> Callable:
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _now.get():
+        if torch.compiler.is_compiling() or _now.get() is None:
             return function(*args, **kwargs)
-        token = _now.set({})
+        token = _now.set(None)
         try:
             return function(*args, **kwargs)
         finally:

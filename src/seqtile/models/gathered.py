@@ -89,8 +89,8 @@ def unmark_leaves(model: nn.Module) -> None:
 
 
 def inside_call(module: nn.Module, function: Callable, *tensors: torch.Tensor) -> Any:
-    """Returns function(*tensors), which reads a module's weights, or calls its forward, where a call of the module would
-    compute its forward: between the hooks that gather its weights and handle their gradients."""
+    """Returns function(*tensors), which reads a module's weights or calls its forward, inside the module's own call:
+    between the hooks that gather the weights and handle their gradients."""
     return gathered(module, function, *tensors, chunked=False, called=False)
 
 

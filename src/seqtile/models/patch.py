@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,8 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
         for module, part in _found(unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]())), options, unproven)[0]:
+            if part is LAYER:  # the number of kv heads is that of a model to come, which 1 divides
+                part.check(module, replace(options, head_groups=options.head_groups and 1))
             found |= dict.fromkeys(_names_of(type(module), cls), part)
     for module_name, name in found:
         check_place(getattr(sys.modules[module_name], name), options)

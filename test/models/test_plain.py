@@ -26,7 +26,7 @@ from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_unfused_reason
 from seqtile.models.mlp import gated_form, mlp_unfused_reason
 from seqtile.models.placement import original_forward
-from seqtile.models.weights import module_call_reason
+from seqtile.models.weights import module_call_reason, read_projection
 from support.assertions import relative_error
 from support.choice import every_value
 from support.measure import FlopCount
@@ -336,3 +336,16 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     torch._dynamo.reset()
     asking, x = Asking(), torch.ones(2)
     assert torch.compile(asking, backend="eager", fullgraph=True)(x)[1] == asking(x)[1]
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Bilinear(2, 2, 2), lambda: hooked(nn.Linear(2, 2))])
+def test_what_is_no_plain_projection_is_not_read(make: Callable[[], nn.Module]) -> None:
+    """Also where Python runs without assertions."""
+    module = make()
+    with pytest.raises(ValueError, match=r"q_proj (is a|has hooks).*: expected the plain projection"):
+        read_projection("q_proj", module)

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from seqtile.models.gathered import inside_call
 from seqtile.models.in_chunks import InChunks
 from seqtile.models.logits_recipe import LogitsRecipe
-from seqtile.models.weights import call_inside
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import ShardedTokens
@@ -100,7 +100,7 @@ class AtForward:
             of_rows = function or (lambda rows: rows)
             return in_rows(lambda hidden, *along: of_rows(recipe.of(hidden, call), *along), hidden, *along)
 
-        return call_inside(head, compute, recipe.hidden)
+        return inside_call(head, compute, recipe.hidden)
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
         """Raises RuntimeError if the head, the hidden states or the head's weights (`weights` if given) changed since
@@ -156,7 +156,7 @@ def gathers(head: nn.Module) -> bool:
 
 def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that computes the head's logits without the hooks that gather weights. Use it inside the
-    head's own call (`call_inside`)."""
+    head's own call (`inside_call`)."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 
 class SaveEarlyFunction(torch.autograd.Function):
@@ -54,3 +54,11 @@ def save_early(
 def saved_for(ctx: Any) -> tuple[torch.Tensor | None, ...]:
     """Returns the tensors saved for a node: by `ctx.node`, which `save_early` returned, or by `ctx` if that is None."""
     return ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors
+
+
+def saved_unseen() -> saved_tensors_hooks:
+    """Returns a context that hides what autograd saves from the hooks of a checkpoint around it.
+
+    Results are kept detached: a node whose hook kept its own result as it is would never be freed.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda tensor: tensor)

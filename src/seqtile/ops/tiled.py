@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
-from seqtile.ops.save_early import save_early, saved_for
+from seqtile.ops.save_early import save_early, saved_for, saved_unseen
 from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -187,8 +187,7 @@ class Call(NamedTuple):
         `_leaves_behind`. An untiled backward produces gradients in the reverse order. Under ZeRO all ranks must,
         including those whose sequence fits in a chunk."""
         first = chunks(given[0].shape[self.dim], self.step)[0]
-        hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from an outer checkpoint
-        with torch.set_grad_enabled(self.differentiate), hidden:  # most functions use the same leaves in every chunk
+        with torch.set_grad_enabled(self.differentiate), saved_unseen():  # most use the same leaves in every chunk
             _, results = self.run(held, given, first, guarded=True)
         return [result.detach() for result in results], _leaves_behind(results)
 

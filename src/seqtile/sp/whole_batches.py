@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from seqtile.protocols import SHARDED
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME, UlyssesFunction
+from seqtile.sp.backends import averages_padding
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
@@ -181,7 +182,7 @@ class WholeBatches(ShardingHooks):
         elif self.has_gradient or (tokens.grad_fn is None and tokens.requires_grad):
             tree = "inputs require a gradient, each row its own"
         else:
-            tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens)
+            tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens, averages_padding(self.model, self.implementation))
         saved, why = (0, tree) if isinstance(tree, str) else (tree.saved, None)
         self.last_batch = tokens.shape[:2].numel(), saved, why
         return None if isinstance(tree, str) else tree

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BartConfig, BartForCausalLM
 
 import seqtile
+from seqtile.models.model_types import model_classes
+from seqtile.models.small import small_model
 from seqtile.protocols import SHARDED
 from seqtile.sp import backends, segments
 from seqtile.sp.all_to_all import rank_heads
@@ -43,6 +45,7 @@ from support.assertions import relative_error
 from support.choice import every_value
 from support.measure import LiveBytes
 from support.tiny import OLDEST, build, checkpointing, loss_and_gradients
+from support.type_table import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -390,6 +393,30 @@ def test_labels_of_all_tokens(implementation: str, told: str) -> None:
             assert (saved(ours)[0] > 0) == shares, (name, seqtile.status(ours).prefixes)
 
 
+def test_another_attention_afterwards() -> None:
+    """One chosen with set_attn_implementation computes the next forward, and stays after `restore`. sdpa and eager
+    attention give padding other values, which these labels read."""
+    plain, batch = build("llama"), groups(left=True)
+    ours = sharing(plain)
+    for name in ("eager", "sdpa", "flex_attention", "eager"):
+        expected = copy.deepcopy(plain)
+        expected.set_attn_implementation("sdpa" if name == "flex_attention" else name)  # which has no backward on a CPU
+        for model in (ours, ours.model) if name == "sdpa" else (ours,):
+            model.set_attn_implementation(name)
+            for mine, theirs in zip(step(ours, batch), step(expected, batch), strict=True):
+                assert relative_error(mine, theirs) <= 1e-5, name
+            assert (saved(ours)[0] > 0) == (name != "eager")
+    ours.set_attn_implementation("sdpa")
+    seqtile.restore(ours)
+    assert ours.config._attn_implementation == "sdpa"
+    seqtile.share_prefixes(ours, 4)
+    ours.config._attn_implementation = "of squares"
+    with pytest.raises(ValueError, match="'of squares' has no mask function"):
+        step(ours, batch)
+    ours.set_attn_implementation("sdpa")
+    assert step(ours, batch)[0].isfinite() and saved(ours)[0] > 0
+
+
 def test_undone() -> None:
     plain, batch = build("llama"), groups()
     ours = sharing(plain)
@@ -568,6 +595,14 @@ def test_refused() -> None:
     bart = BartForCausalLM(BartConfig(vocab_size=99, d_model=16, decoder_layers=1, decoder_attention_heads=2))
     with pytest.raises(ValueError, match="makes its own position_ids"):
         seqtile.share_prefixes(bart)
+    for model_type, named in (
+        ("doge", "DogeModel has masks that"),
+        ("mllama", "MllamaForCausalLM has cross-attention"),
+    ):
+        model = small_model(model_classes(model_type)[0], config_of(model_type))
+        with pytest.raises(ValueError, match=named):
+            seqtile.share_prefixes(model)
+        assert SHARDED not in vars(model)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["leaf", "moved"])

@@ -366,9 +366,13 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
     return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
-def has_masks(implementation: str) -> bool:
-    """Returns whether an attention supports masks; otherwise it computes only causal squares."""
-    return _form_of(implementation) is not None
+def check_has_masks(implementation: str) -> None:
+    """Raises ValueError if an attention takes no masks, and so computes only causal squares."""
+    if _form_of(implementation) is None:
+        raise ValueError(
+            f"{implementation!r} has no mask function, which queries after a shared prefix need; "
+            'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
+        )
 
 
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:

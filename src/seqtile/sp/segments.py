@@ -109,9 +109,7 @@ def _seen(keys: Rows, q0: int, reach: int) -> Rows:
     return tuple(reversed(found))
 
 
-def blocks(
-    found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool], whole: int = 0
-) -> Iterator[Block]:
+def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool], whole: int = 0) -> Iterator[Block]:
     """Yields the segments, cut into blocks with small masks: a block has at most as many queries as a query sees keys.
     A segment stays uncut if `is_uncut` returns True, because it then needs no mask. `whole`: how many keys the masks of
     padding have."""

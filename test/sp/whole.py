@@ -290,11 +290,8 @@ def read() -> None:
             assert isinstance(hidden, TokenShard) and hidden.shape == (2, 37, 48) and "on this rank" in repr(hidden)
             half = hidden[:, 3:20].bfloat16().float() * 2
             assert half.shape == (2, 17, 48) and half.dtype == torch.float32 and half.device == hidden.device
-            for same in (
-                hidden.view_as(half.new_empty(2, 37, 48)),
-                hidden.expand_as(hidden),
-                hidden.reshape_as(hidden),
-            ):
+            plain = torch.zeros(2, 37, 48)
+            for same in (hidden.view_as(plain), hidden.expand_as(hidden), hidden.reshape_as(hidden)):
                 assert isinstance(same, TokenShard) and same.shape == hidden.shape
             assert plain.view_as(hidden).equal(plain)
         assert not any(collectives.values())

@@ -41,7 +41,7 @@ from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import is_trial, keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
-from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
+from seqtile.protocols import CHOICE, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.renamed import cache_in, without_cache
 from seqtile.rules import number_of_groups
 
@@ -63,7 +63,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     names = [each.name for each in parameters]
     defaults = without_cache({each.name: each.default for each in parameters[1:] if each.default is not each.empty})
 
-    verdicts = Verdicts(layer_verdict)
+    verdicts, choices = Verdicts(layer_verdict), Verdicts(layer_verdict)
     of_layer_apart = torch.compiler.disable(verdicts.of, reason="seqtile looks at what the modules of a layer are")
 
     def fits(layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
@@ -112,6 +112,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
         return function(self, *args, **kwargs)
 
+    if options.head_groups is not None:
+        setattr(forward, CHOICE, lambda layer: choices.of(layer).how)
     return forward
 
 

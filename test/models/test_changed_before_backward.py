@@ -2,6 +2,8 @@
 gradients are the untiled ones, or a RuntimeError names what changed."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
 
 from models.layered import assert_equal, gradients_of, tiled_copy, whole
 from support.assertions import relative_error
-from support.tiny import build
+from support.tiny import build, checkpointing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS = {  # the part that runs in chunks: a model, and how it is tiled
@@ -306,3 +309,57 @@ def test_frozen_weights_of_a_functional_call() -> None:
             functional_call(model, given, kwargs={"inputs_embeds": states}).logits.square().mean().backward()
             found.append(states.grad)
         assert relative_error(found[1], found[0]) <= 1e-5, part
+
+
+def test_computed_weights_do_not_outlive_their_graph() -> None:
+    """Neither by the verdicts on modules nor by a loss that is kept after its backward."""
+    for part in PARTS:
+        _, tiled = pair(part, lambda model: model.requires_grad_(False))
+        given = {name: p * torch.ones((), requires_grad=True) for name, p in tiled.named_parameters()}
+        loss = functional_call(tiled, given, kwargs=whole(101)).loss
+        loss.backward()
+        held = [weakref.ref(weight) for name, weight in given.items()]
+        given.clear()
+        gc.collect()
+        assert not any(weight() is not None for weight in held), part
+
+
+def normed(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        parametrizations.weight_norm(layer.mlp.up_proj)
+
+
+def test_a_parametrization_put_on_before_the_backward() -> None:
+    for part in ("mlp", "layer of another shape"):
+        models, batch, found = pair(part), whole(101), []
+        for model in models:
+            leaves = dict(model.named_parameters())
+            loss, _ = steps(model, batch, normed)
+            found.append((loss, {name: p.grad for name, p in leaves.items()}))
+            assert parametrize.is_parametrized(model.model.layers[0].mlp.up_proj)
+        assert_equal(found[1], found[0])
+
+
+def of_experts(model: nn.Module) -> nn.Module:
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+    return get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("change", ["no adapter", "unfrozen", "evaluation"])
+def test_adapters_of_experts_changed_before_the_backward(change: str, layer: bool) -> None:
+    untiled, batch = of_experts(build("mixtral")), whole(101)
+    tiled = tiled_copy(untiled, layer=layer)
+    assert_equal(*(steps(model, batch, (ADAPTER_CHANGES | CHANGES)[change]) for model in (tiled, untiled)))
+
+
+@of_parts
+def test_a_functional_call_under_reentrant_checkpointing(part: str) -> None:
+    """The recomputation, after the call has ended, uses the model's own weights, as untiled."""
+    models = pair(part)
+    given = {name: p.detach() * 1.1 for name, p in models[0].named_parameters()}
+    for model in models:
+        checkpointing(model, True)
+    theirs, ours = (functional_steps(model, [given], given_leaves, [whole_of_inner]) for model in models)
+    assert_equal(ours, theirs)

@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
@@ -38,11 +39,15 @@ class InChunks:
     because a module may hold this object.
     """
 
-    def __init__(self, **modules: nn.Module):
+    def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
+        """`once`: one of the modules, whose parametrized weights the caller computes, once for all chunks."""
         self.name = type(next(iter(modules.values()), None)).__name__
         self._modules = [ref(module) for module in modules.values()]
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
-        self._inside = [part for part in parts if part not in modules.values()]
+        made = {*once.parametrizations.modules()} if once is not None and is_parametrized(once) else ()
+        self._inside = [part for part in parts if part not in modules.values() and part not in made]
+        # PEFT raises the version of a weight whenever it computes one with an adapter in its place
+        self._rewritten = {id(part.get_param()) for part in parts if type(part).__name__ == "ParamWrapper"}
         self._dicts = [each for part in parts for each in dicts_of(part)]
         self._parameters = [part._parameters for part in parts]
         self._leaves = [leaf for leaf in leaves_of(*modules.values()) if leaf.is_leaf]
@@ -68,7 +73,8 @@ class InChunks:
 
     def snapshot(self, without: Sequence[tuple[dict[str, Any], str]] = ()) -> Snapshot:
         """Returns what determines the modules' result now."""
-        return Snapshot([*(module() for module in self._modules), *self._inside], self._dicts, without)
+        parts = [*(module() for module in self._modules), *self._inside]
+        return Snapshot(parts, self._dicts, without, self._rewritten)
 
 
 def call_in_chunks(

@@ -253,7 +253,7 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
     """Finds how a mixture's experts are computed."""
     if is_mxfp4(experts):
         return Verdict("untiled", _NOT_TRAINED, tileable=False)
-    in_chunks, sharded = (InChunks(experts=experts),), is_sharded(experts)
+    in_chunks, sharded = (InChunks(once=experts, experts=experts),), is_sharded(experts)
     return Verdict("chunked", "tokens are routed to experts", sharded=sharded, in_chunks=in_chunks)
 
 

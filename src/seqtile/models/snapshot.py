@@ -6,7 +6,7 @@ backward   with snapshot.put_back():        classes, attributes, children, param
                                             what was there before
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import is_
@@ -39,10 +39,15 @@ class Snapshot:
         parts: every module.
         dicts: what `dicts_of` yields for them.
         without: dicts, and names there, whose values are not kept alive.
+        rewritten: ids of tensors that may change in place.
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], dicts: Sequence[dict], without: Sequence[tuple[dict[str, Any], str]] = ()
+        self,
+        parts: Sequence[nn.Module],
+        dicts: Sequence[dict],
+        without: Sequence[tuple[dict[str, Any], str]],
+        rewritten: Collection[int],
     ):
         self._parts, self._dicts = parts, [*map(vars, parts), *dicts]
         self._types, self._then = [*map(type, parts)], [*map(dict.copy, self._dicts)]
@@ -50,7 +55,7 @@ class Snapshot:
         held = [each for each in chain.from_iterable(map(dict.values, own)) if each is not None]
         self._requires_grad = [(each, each.requires_grad) for each in held if each.is_leaf]
         # trained ones are checked by those who use them: an optimizer may step inside the backward
-        self._frozen = Unchanged([each for each in held if not each.requires_grad])
+        self._frozen = Unchanged([each for each in held if not each.requires_grad and id(each) not in rewritten])
         kept = {id(own): then for own, then in zip(self._dicts, self._then, strict=True)} if without else {}
         for own, name in without:
             del kept[id(own)][name]

@@ -23,12 +23,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.models.difference import STATES_NAME, Difference, brief, difference, precision_of
+from seqtile.models.hooks import is_known
 from seqtile.models.placement import Options, name_of
-from seqtile.models.replaced import hook_reason, sizes_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
-from seqtile.models.weights import is_users
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
@@ -121,7 +120,7 @@ class _MadeOf:
         return True
 
     def _users_hooks(self) -> list[int]:
-        return [sum(map(is_users, hooks.values())) for hooks in self._hooks]
+        return [sum(not is_known(hook) for hook in hooks.values()) for hooks in self._hooks]
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *self._owned]
@@ -157,13 +156,6 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"one runs. Nothing was trained in this step. {_remedy(None)}"
         )
         raise
-    mixing = _hooks_that_mix(model, placed)
-    if ranks.any(mixing is not None):
-        reason = mixing or "on another rank a hook mixes tokens"
-        raise ValueError(
-            f"{reason}. Nothing was trained in this step. Remove the hook; or call seqtile.restore(model) and apply "
-            "seqtile again, which leaves the modules around such a hook untiled"
-        )
     found = difference(untiled, tiled, nudged, eps)
     if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
         run = partial(run, nudge=eps, seed=2)
@@ -184,19 +176,6 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
     return f"{next(iter(untiled))} and {gradients} equal the untiled model's up to rounding, on {tried}{left_out}"
-
-
-def _hooks_that_mix(model: nn.Module, placed: Placed) -> str | None:
-    """Says in which tiled module a user's hook mixes tokens; the comparison calls no hooks."""
-    sizes = sizes_of(model)
-    for module, placement in placed.items():
-        is_head = placement.part == "loss"
-        root = model.get_output_embeddings() if is_head else module
-        if isinstance(root, PreTrainedModel) or not placement.part:  # no part, but what is around layers
-            continue
-        if (reason := hook_reason(root, sizes, is_head)) is not None:
-            return f"{name_of(module)} cannot run in chunks: {reason}"
-    return None
 
 
 def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import BackwardHook
 
-from seqtile.models.weights import defining_path, hooks_of, innermost
+from seqtile.models.hooks import defining_path, innermost
 
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
 _OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered
@@ -77,14 +77,6 @@ def gathered(
         return function(*tensors)
     finally:
         _in_loop.reset(token)
-
-
-def remove_hooks_that_gather(copied: nn.Module) -> None:
-    """Takes the hooks of ZeRO-3 and FSDP2 off a copy of a module: they would record the copy as a part of the model."""
-    for module in copied.modules():
-        for hooks in hooks_of(module):
-            for key in [key for key, hook in hooks.items() if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED)]:
-                del hooks[key]
 
 
 def hooks_in_loop() -> list[_Hook] | None:

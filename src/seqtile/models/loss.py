@@ -22,17 +22,18 @@ from seqtile.models.find import head_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.gathered import gathered
+from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks
+from seqtile.models.known import unknown_in
 from seqtile.models.late_read import gathers, rows_of_chunk
 from seqtile.models.lazy_logits import connected, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
 from seqtile.models.placement import Options
 from seqtile.models.quantised import is_quantised
-from seqtile.models.verdict import Verdict
+from seqtile.models.verdict import Verdict, left_untiled
 from seqtile.models.weights import (
     call_inside,
     check_untransformed,
-    defining_path,
     is_transformed,
     named,
     process_unfused_reason,
@@ -98,6 +99,11 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
                 inputs.setdefault("use_cache", False)
         verdict = loss_verdict(self)
+        if verdict.how == "untiled" and verdict.error is None:
+            output = original(self, *passed_on, **inputs)
+            if skip_logits:
+                output.logits = None
+            return output
         if verdict.error is not None:
             if has_labels:
                 raise ValueError(verdict.error)
@@ -179,6 +185,8 @@ def loss_verdict(model: nn.Module) -> Verdict:
     except ValueError as error:
         return Verdict("untiled", "it has no head over a vocabulary", str(error))
     reason, error = head_unfused_reason(head), None
+    if reason is not None and (unknown := unknown_in(head, "head")) is not None:
+        return left_untiled(model, unknown)
     if (unknown := _unknown_loss_reason(model.loss_function)) is not None:
         expected = "expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles"
         error = f"{unknown}; {expected}; apply with loss=False"

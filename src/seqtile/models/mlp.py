@@ -19,14 +19,15 @@ from transformers.utils import logging
 
 from seqtile.models.forms import code_of, names_in
 from seqtile.models.gathered import gathered, is_sharded
+from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
+from seqtile.models.known import unknown_in
 from seqtile.models.placement import Options, original_forward
-from seqtile.models.verdict import Verdict, Verdicts
+from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.models.weights import (
     activation_name,
     activation_unfused_reason,
     check_untransformed,
-    defining_path,
     named,
     own_weights,
     process_unfused_reason,
@@ -106,6 +107,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
         verdict = found(self, x)
+        if verdict.how == "untiled":
+            return original(self, x, *others)
         if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self, None), x, *others, chunked=verdict.how == "chunked")
         chunk = mlp_chunk_tokens(options.chunk_tokens, x, verdict.mlp_size)
@@ -166,8 +169,11 @@ def mlp_verdict(mlp: nn.Module) -> Verdict:
 
 
 def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
-    """Decides whether an MLP is fused, or runs in chunks for the reason that `mlp_unfused_reason` gives."""
+    """Decides whether an MLP is fused, runs in chunks for the reason that `mlp_unfused_reason` gives, or untiled for
+    that of `unknown_in`."""
     reason = mlp_unfused_reason(mlp, form, dtype)
+    if reason is not None and (unknown := unknown_in(mlp)) is not None:
+        return left_untiled(mlp, unknown)
     how = "fused" if reason is None else "chunked"
     in_chunks = () if reason is None else (InChunks(mlp=mlp),)
     parameters = tuple(mlp.parameters())
@@ -212,7 +218,10 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
             return original(self, hidden_states, top_k_index, top_k_weights)
-        if of_experts(self).sharded and not inside_chunk():
+        verdict = of_experts(self)
+        if verdict.how == "untiled":
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self), hidden_states, top_k_index, top_k_weights)
         return tiled(self, hidden_states, top_k_index, top_k_weights)
 
@@ -253,6 +262,8 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
     """Finds how a mixture's experts are computed."""
     if is_mxfp4(experts):
         return Verdict("untiled", _NOT_TRAINED, tileable=False)
+    if (unknown := unknown_in(experts)) is not None:
+        return left_untiled(experts, unknown)
     in_chunks, sharded = (InChunks(once=experts, experts=experts),), is_sharded(experts)
     return Verdict("chunked", "tokens are routed to experts", sharded=sharded, in_chunks=in_chunks)
 

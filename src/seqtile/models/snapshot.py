@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from seqtile.models.weights import hooks_of, is_harmless
+from seqtile.models.hooks import hooks_of, is_harmless
 from seqtile.ops.save_early import Unchanged
 
 _END = object()

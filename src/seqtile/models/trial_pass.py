@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in, takes_use_cache
+from seqtile.models.hooks import innermost, is_known
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
-from seqtile.models.weights import innermost, is_users
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.protocols import SHARDED
 
@@ -183,7 +183,7 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
 def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
     """Yields hooks with `instead` in place of users' hooks, so that modules still count as having hooks."""
     for key, hook in hooks.items():
-        if is_users(hook):
+        if not is_known(hook):
             yield key, instead
         elif package_of(innermost(hook)) != "deepspeed":  # ZeRO-3's hooks record the order of modules
             yield key, hook

@@ -20,16 +20,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
+from transformers.utils import logging
 
+from seqtile import declared
+from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
-from seqtile.models.weights import hooks_of
 
+logger = logging.get_logger(__name__)
 _END = object()
 _DTYPE = attrgetter("dtype")
 _OF_TORCH = (
     *((nn.Module, name) for name in ("__call__", "_call_impl")),
     (nn.Linear, "forward"),
     (linear_module, "F"),
+    (declared, "latest"),
     *((F, name) for name in ("linear", "silu", "gelu")),
     *((torch._C._nn, name) for name in ("linear", "gelu")),
 )
@@ -60,6 +64,16 @@ class Verdict(NamedTuple):
     """The inner width of an MLP, or of a layer's; 0 if it is not known."""
     sparsity: float = 1
     """Experts over experts per token, of the experts inside."""
+
+
+REMEDY = "remove it, or declare it with seqtile.tokenwise if it keeps nothing and treats each token by itself"
+
+
+def left_untiled(module: nn.Module, unknown: str) -> Verdict:
+    """Returns the verdict on a module that holds something unknown, see `unknown_in`, and warns once."""
+    if not torch.compiler.is_compiling():
+        logger.warning_once(f"seqtile: {type(module).__name__} is left untiled: {unknown}; {REMEDY}")
+    return Verdict("untiled", unknown)
 
 
 class Verdicts:

@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from models.layered import assert_equal, gradients_of, tiled_copy, whole
 from support.assertions import relative_error
+from support.choice import every_value
 from support.tiny import build, checkpointing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,6 +104,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.full("of 28 cases", but=every_value)
 @pytest.mark.parametrize("change", CHANGES)
 @of_parts
 def test_a_change_before_the_backward(part: str, change: str) -> None:
@@ -113,6 +116,7 @@ def test_a_change_before_the_backward(part: str, change: str) -> None:
     assert change == "a projection" or all(p is before[name] for name, p in tiled.named_parameters())
 
 
+@pytest.mark.full("of 4 cases", but=("experts",))
 @of_parts
 def test_other_parameters_before_the_backward(part: str) -> None:
     """The gradients go to the parameters of the forward; the other ones are in place again afterwards."""
@@ -136,6 +140,7 @@ ADAPTER_CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.full("of 20 cases", but=every_value)
 @pytest.mark.parametrize("change", ADAPTER_CHANGES)
 @of_parts
 def test_adapters_changed_before_the_backward(part: str, change: str) -> None:
@@ -143,6 +148,7 @@ def test_adapters_changed_before_the_backward(part: str, change: str) -> None:
     assert_equal(*(steps(model, batch, ADAPTER_CHANGES[change]) for model in (tiled, untiled)))
 
 
+@pytest.mark.full("of 8 cases", but=every_value)
 @pytest.mark.parametrize("both", [False, True], ids=["as PEFT leaves them", "both trained"])
 @of_parts
 def test_two_adapters_in_one_backward(part: str, both: bool) -> None:
@@ -160,6 +166,7 @@ def test_two_adapters_in_one_backward(part: str, both: bool) -> None:
     assert all((grad is not None) == (both or ".b." in name) for name, grad in found[0][1].items() if "lora_B" in name)
 
 
+@pytest.mark.full("of 4 cases", but=("mlp",))
 @of_parts
 def test_dropout_of_adapters(part: str) -> None:
     """With another probability, or another adapter, before the backward, as if nothing had changed."""
@@ -193,8 +200,8 @@ def loaded(model: nn.Module) -> None:
             parameter.mul_(2)
 
 
-def data_of_one(model: nn.Module) -> None:
-    weight = next(p for name, p in model.named_parameters() if "down_proj" in name)
+def data_of_one(model: nn.Module, of: str = "down_proj") -> None:
+    weight = next(p for name, p in model.named_parameters() if of in name)
     weight.data = torch.randn_like(weight)
 
 
@@ -205,6 +212,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.full("of 24 cases", but=every_value)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("change", REFUSED)
 @of_parts
@@ -217,11 +225,12 @@ def test_what_cannot_be_put_back_is_named(part: str, change: str, frozen: bool) 
         steps(tiled, whole(101), apply)
 
 
-def test_weights_of_a_fused_mlp_that_were_replaced() -> None:
+@pytest.mark.parametrize(("layer", "name"), [(False, "down_proj"), (True, "down_proj"), (True, "q_proj")])
+def test_weights_of_a_fused_part_that_were_replaced(layer: bool, name: str) -> None:
     """It computes with them once more."""
-    tiled = tiled_copy(build("llama"), layer=False)
+    tiled = tiled_copy(build("llama"), layer=layer)
     with pytest.raises(RuntimeError, match=r"had its \.data replaced"):
-        steps(tiled, whole(101), data_of_one)
+        steps(tiled, whole(101), partial(data_of_one, of=name))
 
 
 def test_merged_adapters_and_other_classes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +282,7 @@ def functional_steps(model: nn.Module, given: list[dict], make: Callable, batche
     return sum(losses).detach(), gradients | gradients_of(model)
 
 
+@pytest.mark.full("of 32 cases", but=every_value)
 @pytest.mark.parametrize("make", [given_leaves, computed_all, computed_one, inner_step])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @of_parts
@@ -346,6 +356,7 @@ def of_experts(model: nn.Module) -> nn.Module:
     return get_peft_model(model, config).train()
 
 
+@pytest.mark.full("of 6 cases", but=every_value)
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("change", ["no adapter", "unfrozen", "evaluation"])
 def test_adapters_of_experts_changed_before_the_backward(change: str, layer: bool) -> None:
@@ -354,6 +365,7 @@ def test_adapters_of_experts_changed_before_the_backward(change: str, layer: boo
     assert_equal(*(steps(model, batch, (ADAPTER_CHANGES | CHANGES)[change]) for model in (tiled, untiled)))
 
 
+@pytest.mark.full("of 4 cases", but=("layer of another shape",))
 @of_parts
 def test_a_functional_call_under_reentrant_checkpointing(part: str) -> None:
     """The recomputation, after the call has ended, uses the model's own weights, as untiled."""

@@ -1,9 +1,11 @@
 """What decides the result of modules in a forward, put back for a backward that runs the modules again.
 
-forward    snapshot = Snapshot(parts, dicts)
-backward   with snapshot.put_back():        classes, attributes, children, parameters, adapters, hooks of then
-               ... the modules run ...
-                                            what was there before
+    forward    snapshot = Snapshot(parts, dicts, ...)
+    backward   with snapshot.put_back():      classes, attributes, children, parameters, adapters, hooks of then
+                   ... the modules run ...
+                                              as before
+
+`changed` names what cannot be put back.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -116,14 +118,16 @@ class Snapshot:
 
 
 def _wanted(now: dict, then: dict) -> dict:
-    """Returns what a dict is to hold: what it held, but for what others exchange."""
-    kept = {name: value for name, value in now.items() if _is_exchanged(value, then.get(name))}
+    """Returns what a dict is to hold: what it held, but for what others exchange. True tells how a new hook is
+    called."""
+    new = {name: value for name, value in now.items() if value is True and name not in then}
+    kept = new | {name: value for name, value in now.items() if _is_exchanged(value, then.get(name))}
     return {name: value for name, value in then.items() if not _is_exchanged(value, now.get(name))} | kept
 
 
 def _is_exchanged(value: Any, other: Any) -> bool:
-    """Returns whether a value of a dict may differ between forward and backward: hooks that watch, and how hooks are
-    called; FSDP2's sharded and unsharded parameters; tensors that a module computes and keeps."""
+    """Returns whether a value of a dict may differ between forward and backward: a hook that only watches, or one of
+    FSDP2's pairs of a sharded and an unsharded parameter."""
     if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(value, DTensor) != isinstance(other, DTensor) and value is not None and other is not None
     return callable(value) and is_harmless(value, False)

@@ -38,6 +38,11 @@ class Unchanged:
         with torch._C.DisableTorchFunction():
             self._plain, self._storages = plain, [*map(torch.Tensor.untyped_storage, plain)]
 
+    @classmethod
+    def parameters(cls, tensors: Sequence[torch.Tensor | None]) -> "Unchanged":
+        """Returns those that are parameters: other weights may be made for one call, and are not kept alive here."""
+        return cls([each for each in tensors if isinstance(each, torch.nn.Parameter)])
+
     def changed(self) -> tuple[torch.Tensor, str] | None:
         """Returns the first tensor that was changed, and how; None if none was."""
         for tensor, version in zip(self._tensors, self._versions, strict=True):
@@ -61,7 +66,7 @@ class SaveEarlyFunction(torch.autograd.Function):
     def forward(ctx, also: Sequence[torch.Tensor | None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *also)
-        ctx.unchanged = Unchanged([each for each in also if isinstance(each, torch.nn.Parameter)])
+        ctx.unchanged = Unchanged.parameters(also)
         views = tuple(tensor.view_as(tensor) for tensor in tensors)
         needed = zip(views, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*(view for view, need in needed if not need))

@@ -361,22 +361,24 @@ def _chunked_layer(
     """
     attention, form = layer.self_attn, verdict.form
     before, behind = verdict.in_chunks or _called_parts(layer)
+    parts = dict(attention.named_children())  # of this forward, also in its backward
+    input_norm, norm, mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
-        heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
+        heads = parts[f"{name}_proj"](x).unflatten(-1, (-1, attention.head_dim))
         normed = form.attention.head_norms and name != "v"
-        return getattr(attention, f"{name}_norm")(heads) if normed else heads
+        return parts[f"{name}_norm"](heads) if normed else heads
 
     def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        normed = layer.input_layernorm(x)
+        normed = input_norm(x)
         q, k, v = (heads_of(normed, name) for name in "qkv")
         if angles:
             q, k = _rotary_of(attention)(q, k, *angles, unsqueeze_dim=2)
         return (q, k, v), None
 
     def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        h = x + attention.o_proj(attn_output) * scale
-        return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
+        h = x + parts["o_proj"](attn_output) * scale
+        return h + mlp(norm(h)) * scale, None
 
     chunks = {"rows": x.shape[0], "chunk_tokens": mlp_chunk_tokens(chunk_tokens, x, verdict.mlp_size, verdict.sparsity)}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)

@@ -33,6 +33,7 @@ _OF_TORCH |= {parametrizations._WeightNorm, parametrizations._Orthogonal}
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OF_TORCHS_OWN = ("torch.nn.modules.", "torch.nn.utils.", "torch._dynamo.", "torch.distributed.", "torch.utils.")
+_OF_TORCHS_OWN += ("torch._compile",)  # in which torch.utils.checkpoint's functions are wrapped
 HUGGING_FACE = ("transformers", "transformers_modules")  # the latter: code that from_pretrained loads from the hub
 _OTHERS = ("seqtile", "accelerate", "deepspeed")
 _UNKNOWN = "which is neither known nor declared to treat each token by itself"

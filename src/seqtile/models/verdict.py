@@ -95,6 +95,8 @@ class Verdicts:
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
             with saved_unseen():  # a checkpoint counts what is saved
                 verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
+            if not all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
+                return verdict  # of weights by functional_call, which are not kept alive here
             kept = self._kept[module] = _Kept(verdict, module, dtype)
         return kept.verdict
 

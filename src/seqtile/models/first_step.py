@@ -29,7 +29,7 @@ from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
-from seqtile.models.trial_state import UsersState
+from seqtile.models.trial_state import State
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
@@ -137,14 +137,14 @@ class _MadeOf:
 
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict, ranks: Ranks) -> str:
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
-    full, placed, users = options.check == "full", tiled_modules(model), UsersState(model)
-    if ranks.any(bool(users.lost)):
-        lost = "; ".join(users.lost) or "on another rank a module may keep state"
+    full, placed, state = options.check == "full", tiled_modules(model), State(model)
+    if ranks.any(bool(state.lost)):
+        lost = "; ".join(state.lost) or "on another rank a module may keep state"
         return f"{_UNCOMPARED}: {lost}; declare it with seqtile.tokenwise, or keep its state in buffers"
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
-        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks, users).run
+        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks, state).run
         untiled = run(tiled={})
         dtypes = {getattr(module, "compute_dtype", None) for module in model.modules()}  # of quantised layers
         in_layers = [torch.empty(0, dtype=dtype) for dtype in dtypes if isinstance(dtype, torch.dtype)]

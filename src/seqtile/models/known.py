@@ -59,21 +59,12 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
     return None
 
 
-def users_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model whose class is neither of a library nor declared."""
-    return [each for each in model.modules() if not (is_known_home(class_of(each).__module__) or _is_declared(each))]
-
-
 def is_known_home(home: str) -> bool:
     return home.split(".")[0] in ("torch", *HUGGING_FACE, *_OTHERS) or is_of_library(home)
 
 
 def _is_of(module: nn.Module, *packages: str) -> bool:
     return class_of(module).__module__.split(".")[0] in packages
-
-
-def _is_declared(module: nn.Module) -> bool:
-    return is_declared(module) or is_declared(class_of(module))
 
 
 def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:

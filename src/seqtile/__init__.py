@@ -26,6 +26,7 @@ _NAMES = {
     "share_prefixes": "seqtile.sp.apply",
     "status": "seqtile.models",
     "tiled": "seqtile.ops.tiled",
+    "tokenwise": "seqtile.declared",
     "use_triton": "seqtile.kernels.dispatch",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from seqtile import integrations, memory, models, modules, offload, sp
+from seqtile.declared import tokenwise
 from seqtile.evaluation import evaluate
 from seqtile.fitting import fit
 from seqtile.kernels.dispatch import use_triton
@@ -59,6 +60,7 @@ __all__ = [
     "sp",
     "status",
     "tiled",
+    "tokenwise",
     "use_triton",
 ]
 

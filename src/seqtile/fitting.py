@@ -17,8 +17,8 @@ from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.find import is_checkpointed
 from seqtile.models.patch import unwrapped
+from seqtile.models.placement import class_of
 from seqtile.models.quantised import has_4_bits
-from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.host_memory import available
 from seqtile.renamed import enable_checkpointing

@@ -22,11 +22,12 @@ from seqtile.models.find import are_experts, mlps_in, positional_of
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.gathered import gathered, is_sharded
 from seqtile.models.in_chunks import InChunks
+from seqtile.models.known import unknown_in
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_size_of, mlp_unfused_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_unfused_reason, read_norm
 from seqtile.models.placement import KNOWN_PACKAGES, Options, computed_forward, original_forward, package_of
-from seqtile.models.verdict import Verdict, Verdicts
+from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.models.weights import (
     call_unfused_reason,
     check_untransformed,
@@ -131,15 +132,13 @@ def _compute(
     """Returns a layer's output for `hidden` and the other arguments in `given`, computed as the verdict says. `inner`
     is the original forward. Raises ValueError if the layer cannot be computed correctly."""
     cache = cache_in(given)
-    if verdict.error is None and not verdict.tileable:
+    if verdict.how == "untiled" and verdict.error is None:
         return inner(layer, hidden, **given)
     check_untransformed()
     if verdict.error is not None:
         raise ValueError(verdict.error)
     if options.head_groups is not None and cache is None:
         check_head_groups(layer, verdict, options)
-    if verdict.how == "untiled":
-        return inner(layer, hidden, **given)
     if not layer.gradient_checkpointing:
         _note_that_all_is_kept(layer, verdict, options, hidden)
     if verdict.form is not None:
@@ -268,6 +267,11 @@ def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict
 
 def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
     form = layer_form_of(layer)
+    reason = form if isinstance(form, str) else next(filter(None, _reasons(form, layer, dtype)), None)
+    if reason is None:
+        return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
+    if (unknown := unknown_in(layer)) is not None:
+        return left_untiled(layer, unknown)
     if not isinstance(form, LayerForm):
         if (refusal := any_layer_refusal(layer)) is not None:
             reason = f"{form}, and {refusal}"
@@ -275,11 +279,11 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
             return Verdict("untiled", reason, error, tileable=False)
         return _chunked(layer, form, None)
     if (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
+        if any_layer_refusal(layer) is None:
+            return _chunked(layer, f"its attention {changed}", None)
         error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
         return Verdict("untiled", changed, error, form)
-    if (reason := next((each for each in _reasons(form, layer, dtype) if each is not None), None)) is not None:
-        return _chunked(layer, reason, form)
-    return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
+    return _chunked(layer, reason, form)
 
 
 def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
@@ -308,7 +312,7 @@ def _is_untouched(layer: nn.Module) -> bool:
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
     """Raises ValueError if attention cannot be computed in the requested groups of heads."""
-    if verdict.how != "fused":
+    if verdict.how == "chunked":
         reads = "attention by groups of heads reads its weights"
         raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
     groups_of(layer.self_attn, options.head_groups)
@@ -318,6 +322,8 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
     """Yields, for each part of a layer of Llama's shape, why it cannot be fused, or None."""
     attention, mlp = layer.self_attn, layer.mlp
     yield process_unfused_reason()
+    if (reason := module_unfused_reason(attention, recording=False)) is not None:
+        yield f"its attention {reason}"
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield norm_unfused_reason(name, getattr(layer, name), dtype)
     for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
@@ -355,22 +361,24 @@ def _chunked_layer(
     """
     attention, form = layer.self_attn, verdict.form
     before, behind = verdict.in_chunks or _called_parts(layer)
+    parts = dict(attention.named_children())  # of this forward, also in its backward
+    input_norm, norm, mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
-        heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
+        heads = parts[f"{name}_proj"](x).unflatten(-1, (-1, attention.head_dim))
         normed = form.attention.head_norms and name != "v"
-        return getattr(attention, f"{name}_norm")(heads) if normed else heads
+        return parts[f"{name}_norm"](heads) if normed else heads
 
     def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        normed = layer.input_layernorm(x)
+        normed = input_norm(x)
         q, k, v = (heads_of(normed, name) for name in "qkv")
         if angles:
             q, k = _rotary_of(attention)(q, k, *angles, unsqueeze_dim=2)
         return (q, k, v), None
 
     def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        h = x + attention.o_proj(attn_output) * scale
-        return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
+        h = x + parts["o_proj"](attn_output) * scale
+        return h + mlp(norm(h)) * scale, None
 
     chunks = {"rows": x.shape[0], "chunk_tokens": mlp_chunk_tokens(chunk_tokens, x, verdict.mlp_size, verdict.sparsity)}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)

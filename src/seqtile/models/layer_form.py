@@ -11,8 +11,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.forms import behind_renaming, source_in_file, source_of
+from seqtile.models.hooks import defining_path
 from seqtile.models.placement import computed_forward, original_forward
-from seqtile.models.weights import defining_path, named
+from seqtile.models.weights import named
 
 
 class AttentionForm(NamedTuple):

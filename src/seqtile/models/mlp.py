@@ -19,15 +19,15 @@ from transformers.utils import logging
 
 from seqtile.models.forms import code_of, names_in
 from seqtile.models.gathered import gathered, is_sharded
+from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
+from seqtile.models.known import unknown_in
 from seqtile.models.placement import Options, original_forward
-from seqtile.models.verdict import Verdict, Verdicts
+from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.models.weights import (
     activation_name,
     activation_unfused_reason,
     check_untransformed,
-    defining_path,
-    leaves_of,
     named,
     own_weights,
     process_unfused_reason,
@@ -107,6 +107,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
         verdict = found(self, x)
+        if verdict.how == "untiled":
+            return original(self, x, *others)
         if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self, None), x, *others, chunked=verdict.how == "chunked")
         chunk = mlp_chunk_tokens(options.chunk_tokens, x, verdict.mlp_size)
@@ -167,8 +169,11 @@ def mlp_verdict(mlp: nn.Module) -> Verdict:
 
 
 def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
-    """Decides whether an MLP is fused, or runs in chunks for the reason that `mlp_unfused_reason` gives."""
+    """Decides whether an MLP is fused, runs in chunks for the reason that `mlp_unfused_reason` gives, or untiled for
+    that of `unknown_in`."""
     reason = mlp_unfused_reason(mlp, form, dtype)
+    if reason is not None and (unknown := unknown_in(mlp)) is not None:
+        return left_untiled(mlp, unknown)
     how = "fused" if reason is None else "chunked"
     in_chunks = () if reason is None else (InChunks(mlp=mlp),)
     parameters = tuple(mlp.parameters())
@@ -213,15 +218,15 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
             return original(self, hidden_states, top_k_index, top_k_weights)
-        if of_experts(self).sharded and not inside_chunk():
+        verdict = of_experts(self)
+        if verdict.how == "untiled":
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self), hidden_states, top_k_index, top_k_weights)
         return tiled(self, hidden_states, top_k_index, top_k_weights)
 
     def tiled(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        own = dict(self.named_parameters(recurse=False))
         given = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
-        # What may be another tensor once this call is over: computed weights, a shard under expert parallelism.
-        given |= {name: weight for name, weight in own.items() if not (weight.is_leaf and weight.requires_grad)}
         names = tuple(given)  # of_chunk lives until the backward, and must keep no tensor alive
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor):
@@ -235,10 +240,6 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
             hidden_states,
             top_k_index,
             top_k_weights,
-            params=[
-                *(weight for name, weight in own.items() if name not in given),
-                *(leaf for leaf in leaves_of(*self.children()) if leaf.requires_grad),
-            ],
             shared=given.values(),
             chunk_tokens=resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1], sparsity),
         )
@@ -261,8 +262,10 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
     """Finds how a mixture's experts are computed."""
     if is_mxfp4(experts):
         return Verdict("untiled", _NOT_TRAINED, tileable=False)
-    in_chunks = (InChunks(),)  # PEFT exchanges the class of experts meanwhile
-    return Verdict("chunked", "tokens are routed to experts", sharded=is_sharded(experts), in_chunks=in_chunks)
+    if (unknown := unknown_in(experts)) is not None:
+        return left_untiled(experts, unknown)
+    in_chunks, sharded = (InChunks(once=experts, experts=experts),), is_sharded(experts)
+    return Verdict("chunked", "tokens are routed to experts", sharded=sharded, in_chunks=in_chunks)
 
 
 _NOT_TRAINED = (

@@ -16,6 +16,7 @@ from seqtile.models.mlp import sparsity_of
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.patch import parts_applied_to, refused_of, unwrapped
 from seqtile.models.placement import inwards, package_of, placement_at, wrappers_at
+from seqtile.models.verdict import REMEDY
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.protocols import SHARDED
 
@@ -43,7 +44,9 @@ class PartStatus:
     chunked: int
     """Of these, the number that run in chunks (`seqtile.tiled`); what is neither runs untiled, as it was."""
     reason: str | None
-    """Why some are not fused, if some are not."""
+    """Why some run in chunks, if some do."""
+    untiled_reason: str | None
+    """Why some run untiled, if some do: what in them is neither known nor declared by `seqtile.tokenwise`."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
     refused: int = 0
@@ -77,9 +80,11 @@ class PartStatus:
                 liger = takers == ["liger_kernel"]
                 reason = "liger_kernel took it back" if liger else f"{takers[0]} has a forward of its own"
             text += f"; {reason}: apply seqtile to this model, last"
-        if self.reason and not self.problem:
-            count = "" if self.total == 1 else f"{self.chunked or self.tiled - self.fused} of {self.total} "
-            text += f"; {count}in chunks: {self.reason}" if self.chunked else f"; {count}untiled: {self.reason}"
+        left = self.tiled - self.fused - self.chunked
+        ways = ((self.chunked, "in chunks", self.reason), (left, "untiled", self.untiled_reason))
+        for count, how, reason in ways if self.problem is None else ():
+            if count and reason:
+                text += f"; {'' if self.total == 1 else f'{count} of {self.total} '}{how}: {reason}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -155,7 +160,12 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
-    if loss is not None and loss.tiled:
+    if any(part is not None and part.untiled_reason for part in (loss, mlp, layer)):
+        yield f"what leaves a part untiled is not tried out: {REMEDY}"
+    if loss is not None and loss.untiled_reason:
+        vocab, width = model.config.get_text_config().vocab_size, model.dtype.itemsize
+        yield f"an untiled head makes logits of {vocab * width:,} bytes a token, and its loss {vocab * 4:,} in float32"
+    elif loss is not None and loss.tiled:
         yield "the loss is computed without logits; outputs.logits is computed when it is read"
     if mlp.tiled:
         lengths = " or ".join(map(str, (layer if layer and layer.tiled else mlp).untiled_tokens))
@@ -217,12 +227,13 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(_package_at(module) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    ways, reason, problem, groups, chunk_tokens, untiled = Counter(), None, None, set(), set(), set()
+    ways, reasons, problem, groups, chunk_tokens, untiled = Counter(), {}, None, set(), set(), set()
     checkpointed, itemsize = is_checkpointed(model), model.dtype.itemsize
     for module, placement in placements.items():
         verdict, options = part_of[module].verdict(module), placement.options
         ways[verdict.how] += 1
-        reason = reason or (verdict.reason if verdict.tileable else None)
+        if verdict.tileable:
+            reasons.setdefault(verdict.how, verdict.reason)
         try:
             part_of[module].check(module, options)
         except ValueError as error:
@@ -244,7 +255,8 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         untiled_tokens=tuple(sorted(untiled)),
         fused=ways["fused"],
         chunked=ways["chunked"],
-        reason=reason,
+        reason=reasons.get("chunked"),
+        untiled_reason=reasons.get("untiled"),
         problem=problem,
         refused=sum(type(module).__name__ in refused_of(model) for module in part_of if module not in placements),
         head_groups=max(groups, default=None),

@@ -7,10 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from seqtile.models.find import text_model_of
+from seqtile.models.hooks import defining_path
 from seqtile.models.layer_form import is_llamas_norm
 from seqtile.models.placement import Options, computed_forward
 from seqtile.models.verdict import Verdict
-from seqtile.models.weights import call_unfused_reason, defining_path, named, process_unfused_reason
+from seqtile.models.weights import call_unfused_reason, named, process_unfused_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
 from seqtile.ops.rms_norm import rms_norm
@@ -57,14 +58,14 @@ def _is_norm(module: nn.Module) -> bool:
 
 def norm_verdict(norm: nn.Module) -> Verdict:
     """Finds how a norm is computed."""
-    reason = norm_unfused_reason("norm", norm)
+    reason = norm_unfused_reason("norm", norm, hooks=False)
     error = f"a tiled norm reads its weight, and {reason}; apply with layer=False"
     return Verdict("fused", reason, None if reason is None else error)
 
 
-def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = None) -> str | None:
+def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = None, hooks: bool = True) -> str | None:
     """Says why a norm cannot be fused; see `process_unfused_reason`, too. `dtype`: of the products of what it returns,
-    if known; autocast casts to it."""
+    if known; autocast casts to it. `hooks`: a norm with hooks cannot be read, it must be called."""
     if not _is_norm(norm):
         own = "forward" in vars(norm)
         return f"{name} has a forward of its own" if own else f"{name} is a {named(type(norm))}"
@@ -74,5 +75,5 @@ def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = 
     known = dtype is not None and not torch._C._is_any_autocast_enabled() and not isinstance(norm.weight, DTensor)
     if known and (returned := _output_dtype(norm, dtype)) != dtype:
         return f"{name} returns {returned}, where its input is in {dtype}"
-    reason = call_unfused_reason(norm)
+    reason = call_unfused_reason(norm) if hooks else None
     return None if reason is None else f"{name} {reason}"

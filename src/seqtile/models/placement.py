@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -130,6 +130,27 @@ def _own_class(base: type, forward: Callable, placement: Placement | None) -> ty
     cls = _pickled_as_its_base(type(base))(base.__name__, (base,), names)
     cls.forward = forward  # after creation: a decoder layer's class wraps the forward that it is created with
     return cls
+
+
+def class_of(module: nn.Module) -> type:
+    """Returns a module's original class, not one that seqtile or torch derived from it."""
+    for cls, base in pairwise(classes_of(module)):
+        stands_in = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
+        if not stands_in and not cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.parametrize")):
+            return cls
+    return object
+
+
+def classes_of(module: nn.Module) -> list[type]:
+    """Returns a module's class and its bases, without the classes that seqtile puts before them."""
+    classes = list(type(module).__mro__)
+    tiled = [i for i, cls in enumerate(classes) if is_own_class(cls)]
+    return classes[max(tiled, default=-1) + 1 :]
+
+
+def homes_of(module: nn.Module) -> set[str]:
+    """Returns the Python modules that hold a module's class and its forward."""
+    return {class_of(module).__module__, home_of(decorated(computed_forward(module)))}
 
 
 def placement_at(owner: Owner, forward: Callable | None = None) -> Placement | None:

@@ -5,8 +5,8 @@
     the same, one part tiled in chunks of 7 tokens  ─> within what difference.py allows, or that part is refused
 
 proven.json lists what was proven before a release: hashes of the files that define the classes, and of their configs
-without sizes. If both hashes are listed, nothing runs. The small model does not contain modules that a user replaced,
-see replaced.py.
+without sizes. If both hashes are listed, nothing runs. The small model does not contain what a user puts into a model,
+see known.py.
 """
 
 import copy
@@ -28,21 +28,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
+from seqtile.models.known import HUGGING_FACE
+from seqtile.models.known_libraries import is_of_library
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
-from seqtile.models.placement import Options, original_forward, place
-from seqtile.models.replaced import (
-    Made,
-    class_of,
-    classes_of,
-    homes_of,
-    hook_reason,
-    inside_wrappers,
-    is_of_library,
-    mixing_reason,
-    modules_by_place,
-    sizes_of,
-)
-from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model, unfilled
+from seqtile.models.placement import Options, class_of, classes_of, homes_of, original_forward, place
+from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model
 from seqtile.ops.state import nodes_behind
 
 CHUNK, EPS = 7, torch.finfo(torch.float32).eps
@@ -58,9 +48,6 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
     """Returns a function that says why a module of `model` must not be tiled as a part: it computes something else when
     tiled, or nothing proves that it does not. The function returns None if the module may be tiled."""
     origin = _origin_of(model)
-    places = {module: place for place, module in modules_by_place(model)}
-    sizes = sizes_of(model)
-    mixes = cache(lambda function: mixing_reason(function, sizes))
 
     def reason_of(part: Part, module: nn.Module) -> str | None:
         if part not in PROVEN_ALONE:
@@ -70,16 +57,8 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         homes = set()
         if part is LOSS:  # the model's own forward runs unchanged; only its head runs in chunks
             homes, module = homes_of(model), model.get_output_embeddings()
-        root = inside_wrappers(module)
-        older = (origin.model_class.__module__,) if origin.meaning is None else ()  # built before Liger's patch
-        for at, function, is_replaced in origin.made.inside(places.get(root, "?"), root, older):
-            if not is_replaced:
-                homes |= homes_of(function)
-            elif (reason := mixes(function)) is not None:
-                itself = function is root and part is not LOSS
-                return f"{'it' if itself else 'its ' + at.rpartition('.')[2]} {reason}"
-        if (reason := hook_reason(root, sizes, part is LOSS)) is not None:
-            return reason
+        for inner in module.modules():
+            homes |= {home for home in homes_of(inner) if home.split(".")[0] in HUGGING_FACE}
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))
@@ -96,15 +75,14 @@ class _Origin(NamedTuple):
     """The model that a class builds from its config, sizes aside."""
 
     model_class: type[PreTrainedModel]
-    made: Made
     meaning: str | None
     """The hash of the config without sizes. None if the class calls Liger's kernels, which no CPU can run: then any
     record of its file counts."""
 
     def is_known(self, home: str, of_any_config: bool = False) -> bool:
-        """Returns whether a Python module is proven, or belongs to a library whose layers treat each token by
-        itself."""
-        if home.split(".")[0] == "torch" or is_of_library(home):
+        """Returns whether a Python module is proven, or holds none of a model's own code."""
+        package, *path = home.split(".")
+        if package == "torch" or is_of_library(home) or (package == "transformers" and "models" not in path):
             return True
         meanings = _proven().get(fingerprint(home), ())
         return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))
@@ -121,8 +99,7 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
         try:
             with _disable_current_modes():
                 small = _small_config_of(cls, _Key(model.config))
-                made = Made(unfilled(cls, small))
-            return _Origin(cls, made, None if _calls_liger(cls) else digest(small))
+            return _Origin(cls, None if _calls_liger(cls) else digest(small))
         except Exception as error:  # the model's own code may raise anything
             found = brief(error)
     return found

@@ -18,18 +18,22 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
+from transformers.utils import logging
 
+from seqtile import declared
+from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
-from seqtile.models.weights import hooks_of
+from seqtile.ops.save_early import saved_unseen
 
+logger = logging.get_logger(__name__)
 _END = object()
 _DTYPE = attrgetter("dtype")
 _OF_TORCH = (
     *((nn.Module, name) for name in ("__call__", "_call_impl")),
     (nn.Linear, "forward"),
     (linear_module, "F"),
+    (declared, "latest"),
     *((F, name) for name in ("linear", "silu", "gelu")),
     *((torch._C._nn, name) for name in ("linear", "gelu")),
 )
@@ -62,6 +66,16 @@ class Verdict(NamedTuple):
     """Experts over experts per token, of the experts inside."""
 
 
+REMEDY = "remove it, or declare it with seqtile.tokenwise if it keeps nothing and treats each token by itself"
+
+
+def left_untiled(module: nn.Module, unknown: str) -> Verdict:
+    """Returns the verdict on a module that holds something unknown, see `unknown_in`, and warns once."""
+    if not torch.compiler.is_compiling():
+        logger.warning_once(f"seqtile: {type(module).__name__} is left untiled: {unknown}; {REMEDY}")
+    return Verdict("untiled", unknown)
+
+
 class Verdicts:
     """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own. For a compiler,
     whose guards see what changes, none is kept.
@@ -79,8 +93,10 @@ class Verdicts:
         """Returns the same where no compiler runs."""
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved
+            with saved_unseen():  # a checkpoint counts what is saved
                 verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
+            if not all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
+                return verdict  # of weights by functional_call, which are not kept alive here
             kept = self._kept[module] = _Kept(verdict, module, dtype)
         return kept.verdict
 

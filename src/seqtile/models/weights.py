@@ -18,50 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear as linear_module
-from torch.nn.modules import module as module_module
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
-from seqtile.models.placement import package_of
+from seqtile.models.hooks import defining_path, hooks_of, innermost, is_harmless
 from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
-
-_HARMLESS = (  # where hooks are defined that only watch, or gather parameters
-    "torch.utils.module_tracker.",
-    "torch.distributed._tools.mod_tracker.",
-    "torch.distributed.tensor.debug._comm_mode.",
-    "torch.distributed.fsdp.",
-    "deepspeed.runtime.zero.",
-    "seqtile.models.difference.",
-    "seqtile.models.gathered.",
-    "seqtile.models.proof.WayTaken.",
-    "seqtile.models.trial_pass.Pass.",
-    "seqtile.models.trial_ranks.",
-)
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
-_RECORDING = "transformers.utils.output_capturing."
-
-
-def defining_path(function: Any) -> str:
-    """Returns where a function is defined, such as "torch.nn.modules.linear.Linear.forward"; "" for other objects.
-
-    A wrapper keeps the globals of its own module, so it is found there whatever name functools.wraps gave it.
-    """
-    function = getattr(function, "__func__", function)
-    if type(function) is not FunctionType:
-        return ""
-    name = function.__globals__.get("__name__", "")
-    module = sys.modules.get(name)
-    if module is None or vars(module) is not function.__globals__:
-        return ""
-    # torch.compile knows no __qualname__ of functions; code objects have theirs since Python 3.11.
-    return f"{name}.{getattr(function.__code__, 'co_qualname', None) or function.__qualname__}"
-
 
 _ACTIVATIONS = {  # class -> its name in `gated_mlp`, and where its forward is defined
     nn.SiLU: ("silu", "torch.nn.modules.activation.SiLU.forward"),
@@ -123,14 +89,6 @@ def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | 
     return None
 
 
-def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
-    """Returns the hooks of a module, or without a module the global hooks, by kind."""
-    if module is not None:
-        return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    forward = module_module._global_forward_hooks, module_module._global_forward_pre_hooks
-    return *forward, module_module._global_backward_hooks, module_module._global_backward_pre_hooks
-
-
 def linear_unfused_reason(module: Any) -> str | None:
     """Says why calling `module` is not F.linear(x, module.weight, module.bias)."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
@@ -185,33 +143,8 @@ def _is_builtin(function: Any, name: str) -> bool:
     return function is getattr(torch._C._nn, name) and isinstance(function, BuiltinFunctionType)
 
 
-def is_harmless(hook: Callable, recording: bool) -> bool:
-    """Returns whether a module hook does nothing that reading the module's tensors would leave out."""
-    return defining_path(innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
-
-
-def is_users(hook: Callable) -> bool:
-    """Returns whether a module hook is a user's, and may change what the module computes."""
-    return package_of(innermost(hook)) not in _LIBRARIES and not is_harmless(hook, recording=True)
-
-
-def innermost(function: Any) -> Any:
-    """Returns the function inside torch's and DeepSpeed's wrappers around their own hooks."""
-    while True:
-        function = getattr(function, "__func__", function)
-        package = getattr(function, "__globals__", {}).get("__name__")
-        if package == "torch._dynamo.eval_frame" and hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        elif package == "deepspeed.utils.nvtx" and function.__closure__:
-            function = function.__closure__[0].cell_contents
-        else:
-            return function
-
-
 def named(thing: Any) -> str:
     """Returns the full name of a function or class, or of another object's class."""
-    while isinstance(thing, partial):
-        thing = thing.func
     thing = innermost(thing)
     if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
         thing = type(thing)
@@ -233,10 +166,14 @@ class LoraLinear(NamedTuple):
 def read_projection(name: str, module: nn.Module) -> Projection:
     """Returns the whole tensors of a readable projection.
 
-    Raises ValueError if they are sharded at present. Under ZeRO-3 each call is a collective.
+    Raises ValueError if they are sharded at present, or if it is not readable. Under ZeRO-3 each call is a collective.
     """
     layers = split_lora(module)
-    assert isinstance(layers, LoraLinear), f"{name} {layers}"
+    if isinstance(layers, str):
+        raise ValueError(
+            f"{name} {layers}: expected the plain projection that it was when the forward of its layer began; change "
+            "modules and hooks between forwards only"
+        )
     base, a, b, scale = layers
     quantized = quantized_weight_of(base)
     weight = _whole(name, base.weight) if quantized is None else None
@@ -354,23 +291,6 @@ def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
             "(fully_shard(model) alone, or in one group), and leave it out of a tensor-parallel plan"
         )
     return weight
-
-
-def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
-    """Returns function(*args). If FSDP2 shards the module by itself, or ZeRO-3 has hooks on it, the function is called
-    inside the module's own call, whose hooks gather the weight and handle its gradient."""
-    if not isinstance(module, FSDPModule) and "ds_id" not in vars(module):
-        return function(*args)
-
-    def once(*args: torch.Tensor) -> Any:
-        del module.forward  # before `module_unfused_reason` sees it
-        return function(*args)
-
-    module.forward = once
-    try:
-        return module(*args)
-    finally:
-        vars(module).pop("forward", None)
 
 
 def is_transformed() -> bool:

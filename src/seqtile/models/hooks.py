@@ -1,0 +1,115 @@
+"""Hooks on modules: which of them are known, by where they were written.
+
+    harmless  only watches, or gathers parameters: a module with it may be read instead of called
+    known     a listed library's or seqtile's: may be called once a chunk
+    declared  a user's, marked by `seqtile.tokenwise`: the same
+    unknown   any other: the part of the model around it is not tiled
+
+A hook is recognised by its code, never by a name that it may give itself.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as module_module
+
+from seqtile.declared import is_declared
+
+_HARMLESS = (
+    "torch.utils.module_tracker.",  # of FlopCounterMode, too
+    "torch.distributed._tools.mod_tracker.",
+    "torch.distributed.tensor.debug._comm_mode.",
+    "torch.distributed.fsdp.",
+    "deepspeed.runtime.zero.",
+    "seqtile.models.difference.",
+    "seqtile.models.gathered.",
+    "seqtile.models.proof.WayTaken.",
+    "seqtile.models.trial_pass.Pass.",
+    "seqtile.models.trial_ranks.",
+)
+_RECORDING = "transformers.utils.output_capturing."
+# Of PEFT only what makes the embeddings' output require a gradient. Its other hooks hand over what belongs to rows or
+# positions (mixed adapter batches, Poly, aLoRA, X-LoRA), or must see whole inputs (EVA, CorDA, LoRA-GA).
+_KNOWN = (
+    *_HARMLESS,
+    _RECORDING,
+    "torch.distributed._composable.checkpoint_activation.",
+    "transformers.modeling_utils.PreTrainedModel.enable_input_require_grads.",
+    "peft.mixed_model._prepare_model_for_gradient_checkpointing.",
+    "peft.peft_model.PeftModel._prepare_model_for_gradient_checkpointing.",
+    "peft.utils.other.prepare_model_for_kbit_training.",
+    "bitsandbytes.nn.parametrize.",
+    "deepspeed.profiling.flops_profiler.profiler.",
+    "trl.models.activation_offloading.get_act_offloading_ctx_manager.",
+    "wandb.integration.torch.wandb_torch.",
+    "seqtile.offload.",
+    "seqtile.sp.",
+)
+
+
+def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
+    """Returns the hooks of a module, or without a module the global hooks, by kind."""
+    if module is not None:
+        return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    forward = module_module._global_forward_hooks, module_module._global_forward_pre_hooks
+    return *forward, module_module._global_backward_hooks, module_module._global_backward_pre_hooks
+
+
+def unknown_hook(module: nn.Module | None) -> Callable | None:
+    """Returns the first hook of a module, or without a module the first global hook, that is neither known nor
+    declared."""
+    for hooks in hooks_of(module):
+        for hook in hooks.values():
+            if not is_known(hook) and not is_declared(hook):
+                return hook
+    return None
+
+
+def is_known(hook: Callable) -> bool:
+    """Returns whether a hook may be called once a chunk, since it is a listed library's or seqtile's."""
+    return _written_in(hook).startswith(_KNOWN)
+
+
+def is_harmless(hook: Callable, recording: bool) -> bool:
+    """Returns whether a hook does nothing that reading the module's tensors would leave out. If `recording`, Hugging
+    Face's recorders of outputs do something."""
+    return _written_in(hook).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
+
+
+def _written_in(hook: Callable) -> str:
+    function = innermost(hook)
+    return defining_path(function) or defining_path(type(function).__call__)
+
+
+def innermost(function: Any) -> Any:
+    """Returns the function inside partials, bound methods, and torch's and DeepSpeed's wrappers around their hooks."""
+    while True:
+        while (inner := getattr(function, "func" if isinstance(function, partial) else "__func__", None)) is not None:
+            function = inner
+        package = getattr(function, "__globals__", {}).get("__name__")
+        if package == "torch._dynamo.eval_frame" and hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif package == "deepspeed.utils.nvtx" and function.__closure__:
+            function = function.__closure__[0].cell_contents
+        else:
+            return function
+
+
+def defining_path(function: Any) -> str:
+    """Returns where a function is defined, such as "torch.nn.modules.linear.Linear.forward"; "" for other objects.
+
+    A wrapper keeps the globals of its own module, so it is found there whatever name functools.wraps gave it.
+    """
+    function = getattr(function, "__func__", function)
+    if type(function) is not FunctionType:
+        return ""
+    name = function.__globals__.get("__name__", "")
+    module = sys.modules.get(name)
+    if module is None or vars(module) is not function.__globals__:
+        return ""
+    # torch.compile knows no __qualname__ of functions; code objects have theirs since Python 3.11.
+    return f"{name}.{getattr(function.__code__, 'co_qualname', None) or function.__qualname__}"

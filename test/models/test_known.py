@@ -1,0 +1,484 @@
+"""What users put into a model is neither tried out nor copied: unless it is known, or declared by `seqtile.tokenwise`,
+the part around it runs untiled, from the next forward on, and `status` names it."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+import seqtile
+from models.layered import assert_equal, assert_same_step, tiled_copy
+from seqtile import declared
+from seqtile.declared import is_declared
+from support.choice import every_value
+from support.tiny import batch_of, build, loss_and_gradients
+
+
+class Mixing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) + x.mean(-2, keepdim=True)
+
+
+def mixing_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * x.mean(1, keepdim=True)
+
+
+class OwnGelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((13,), 1.3))  # with one element, its gradient would cancel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * (x * torch.sigmoid(1.702 * x)).unflatten(-1, (-1, 13))).flatten(-2)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, width: int, over: tuple[int, ...] = (-1,)) -> None:
+        super().__init__()
+        self.weight, self.over = nn.Parameter(torch.rand(width) + 0.5), over
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * (x.square().mean(self.over, keepdim=True) + 1e-6).rsqrt()
+
+
+class OwnMLP(nn.Module):
+    """No small model has this class, and it computes token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 60), nn.Linear(60, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class MixingLinear(nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x + x.roll(1, dims=1))
+
+
+class LowRank(nn.Module):
+    """A user's own adapter, which calls the layer that it replaces, `base_layer`, as PEFT does."""
+
+    def __init__(self, layer: nn.Linear, mix: bool) -> None:
+        super().__init__()
+        self.base_layer, self.mix = layer, mix
+        self.a, self.b = nn.Linear(layer.in_features, 2, bias=False), nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.b(self.a(x.cumsum(-2) if self.mix else x))
+
+
+def mixing_function(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() * x.std(-2, keepdim=True)
+
+
+Change = Callable[[nn.Module], None]
+
+
+def of_each(name: str, change: Change) -> Change:
+    """The change of one module in every layer."""
+    return lambda model: [change(layer.get_submodule(name)) for layer in model.model.layers]
+
+
+def in_layer(name: str, made: Callable[[nn.Module], nn.Module]) -> Change:
+    """Replaces a module in every layer by what `made` makes of it."""
+    owner, _, child = name.rpartition(".")
+    return of_each(owner, lambda module: setattr(module, child, made(getattr(module, child))))
+
+
+def function_as_activation(function: Callable) -> Change:
+    def change(mlp: nn.Module) -> None:
+        del mlp.act_fn
+        mlp.act_fn = function
+
+    return of_each("mlp", change)
+
+
+def own_forward(name: str, forward: Callable) -> Change:
+    return of_each(name, lambda module: setattr(module, "forward", MethodType(forward, module)))
+
+
+def mixing_linear(module: nn.Module) -> None:
+    module.__class__ = MixingLinear
+
+
+MLP, LAYER, HEAD = "mlp", "layer", "loss"
+NORM = "post_attention_layernorm"
+UNKNOWN = "which is neither known nor declared to treat each token by itself"
+HERE = __name__
+PLUGGED_IN: dict[str, tuple[Change, str, str]] = {  # the change to the model, the part around it, what status says
+    "activation": (in_layer("mlp.act_fn", lambda _: Mixing()), MLP, f"act_fn is a {HERE}.Mixing"),
+    "torch's softmax": (
+        in_layer("mlp.act_fn", lambda _: nn.Softmax(dim=1)),
+        MLP,
+        "act_fn is a torch.nn.modules.activation.Softmax",
+    ),
+    "function": (function_as_activation(mixing_function), MLP, f"it has {HERE}.mixing_function as its act_fn"),
+    "function of torch's": (function_as_activation(partial(torch.softmax, dim=1)), MLP, "softmax as its act_fn"),
+    "forward of an instance": (
+        own_forward("mlp.act_fn", mixing_forward),
+        MLP,
+        f"act_fn has {HERE}.mixing_forward as its forward",
+    ),
+    "call of a class": (of_each("mlp.up_proj", mixing_linear), MLP, f"up_proj is a {HERE}.MixingLinear"),
+    "adapter": (in_layer("mlp.up_proj", lambda one: LowRank(one, True)), MLP, f"up_proj is a {HERE}.LowRank"),
+    "in a sequence": (
+        in_layer("mlp.act_fn", lambda one: nn.Sequential(one, nn.BatchNorm1d(61, affine=False))),
+        MLP,
+        "act_fn.1 is a torch.nn.modules.batchnorm.BatchNorm1d",
+    ),
+    "norm of two dimensions": (
+        in_layer("mlp.act_fn", lambda one: nn.Sequential(one, nn.LayerNorm((61, 130), elementwise_affine=False))),
+        MLP,
+        "act_fn.1 is a torch.nn.modules.normalization.LayerNorm",
+    ),
+    "norm": (in_layer(NORM, lambda _: OwnNorm(48, (-1, -2))), LAYER, f"{NORM} is a {HERE}.OwnNorm"),
+    "forward of a norm": (
+        own_forward("input_layernorm", mixing_forward),
+        LAYER,
+        f"input_layernorm has {HERE}.mixing_forward as its forward",
+    ),
+    "projection": (of_each("self_attn.q_proj", mixing_linear), LAYER, f"self_attn.q_proj is a {HERE}.MixingLinear"),
+    "head": (lambda model: mixing_linear(model.lm_head), HEAD, f"head is a {HERE}.MixingLinear"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_declared() -> Iterator[None]:
+    yield
+    for thing in (OwnGelu, OwnNorm, OwnMLP, LowRank, mixing_function, keep, double):
+        if is_declared(thing):
+            del thing._seqtile_tokenwise
+    declared.latest = None
+    seqtile.restore()
+
+
+def untiled_in(model: nn.Module) -> dict[str, int]:
+    """How many modules of each part run untiled because of what they hold."""
+    status = seqtile.status(model)
+    parts = {MLP: status.mlp, LAYER: status.layer, HEAD: status.loss}
+    return {name: each.tiled - each.fused - each.chunked for name, each in parts.items() if each is not None}
+
+
+def assert_same_loss(ours: nn.Module, theirs: nn.Module) -> None:
+    """In evaluation, without gradients."""
+    batch = batch_of(2, 61)
+    with torch.no_grad():
+        losses = [model.eval()(**batch).loss for model in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    for model in (ours, theirs):
+        model.train()
+
+
+@pytest.mark.full("of 52 models", but=every_value)
+@pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "later"])
+@pytest.mark.parametrize("name", PLUGGED_IN)
+def test_the_part_around_it_is_left_untiled(name: str, later: bool, layer: bool) -> None:
+    """Put in before seqtile is applied or later, in training and in evaluation; all else stays tiled."""
+    change, part, said = PLUGGED_IN[name]
+    untiled = build("llama", tie_word_embeddings=False)
+    model = tiled_copy(untiled, layer=layer)
+    if later:
+        model(**batch_of(2, 61))
+        change(model)
+    change(untiled)
+    if later:
+        model.load_state_dict(untiled.state_dict())
+    else:
+        model = tiled_copy(untiled, layer=layer)
+    layers = {LAYER: 2 * (part != HEAD)} if layer else {}
+    assert untiled_in(model) == {MLP: 2 * (part == MLP), HEAD: int(part == HEAD)} | layers
+    if layer or part != LAYER:
+        assert f"{said}, {UNKNOWN}" in str(seqtile.status(model))
+    assert_same_step(model, untiled, batch_of(2, 61))
+    assert_same_loss(model, untiled)
+
+
+TOKENWISE: dict[str, tuple[Change, object]] = {  # the change to the model, and what is declared
+    "activation": (in_layer("mlp.act_fn", lambda _: OwnGelu()), OwnGelu),
+    "function": (function_as_activation(partial(torch.softmax, dim=-1)), None),
+    "forward of an instance": (own_forward("mlp.act_fn", lambda self, x: x * x.tanh()), None),
+    "adapter": (in_layer("mlp.up_proj", lambda one: LowRank(one, False)), LowRank),
+    "norm": (in_layer(NORM, lambda _: OwnNorm(48)), OwnNorm),
+    "mlp": (in_layer("mlp", lambda _: OwnMLP()), OwnMLP),
+    "head": (lambda model: setattr(model, "lm_head", LowRank(model.lm_head, False)), LowRank),
+}
+
+
+def declare(model: nn.Module, name: str, thing: object) -> None:
+    for layer in model.model.layers:
+        if name == "function":
+            layer.mlp.act_fn = seqtile.tokenwise(layer.mlp.act_fn)
+        elif name == "forward of an instance":
+            seqtile.tokenwise(layer.mlp.act_fn)
+    if thing is not None:
+        assert seqtile.tokenwise(thing) is thing
+
+
+@pytest.mark.full("of 28 models", but=every_value)
+@pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "later"])
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_what_is_declared_is_tiled(name: str, later: bool, layer: bool) -> None:
+    """Declared before seqtile is applied, or after a forward; the first step compares it."""
+    change, thing = TOKENWISE[name]
+    untiled = build("llama", tie_word_embeddings=False)
+    change(untiled)
+    if not later:
+        declare(untiled, name, thing)
+    model = tiled_copy(untiled, layer=layer)
+    if later:
+        if layer or name != "norm":
+            assert sum(untiled_in(model).values())
+        model(**batch_of(2, 61))
+        declare(model, name, thing)
+    assert not sum(untiled_in(model).values())
+    assert_same_step(model, untiled, batch_of(2, 61))
+    status = seqtile.status(model)
+    assert "equal the untiled model's" in str(status)
+    assert name == "norm" or status.mlp.chunked + status.loss.chunked
+
+
+def test_torchs_own_modules_are_known() -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Sequential(nn.GELU(), nn.Dropout(0.0), nn.Identity())
+        layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj, nn.Tanh(), nn.RMSNorm(24))
+    tiled = tiled_copy(model)
+    status = seqtile.status(tiled)
+    assert (status.mlp.chunked, status.layer.chunked) == (2, 2)
+    assert_same_step(tiled, model, batch_of(2, 61))
+
+
+def test_one_layer_of_several_in_both_directions() -> None:
+    """The others stay tiled, and it is tiled again when what it held is gone."""
+    model = tiled_copy(build("llama"))
+    own, mlp = model.model.layers[1].mlp.act_fn, model.model.layers[1].mlp
+    for _ in range(2):
+        mlp.act_fn = Mixing()
+        model(**batch_of(2, 61))
+        assert untiled_in(model) == {MLP: 1, LAYER: 1, HEAD: 0}
+        mlp.act_fn = own
+        model(**batch_of(2, 61))
+        assert untiled_in(model) == {MLP: 0, LAYER: 0, HEAD: 0}
+
+
+def test_by_classes() -> None:
+    untiled, batch = build("llama"), batch_of(2, 61)
+    untiled.model.layers[1].mlp.act_fn = Mixing()
+    loss, gradients = loss_and_gradients(untiled, **batch)
+    seqtile.apply_seqtile_to_llama(layer=True, chunk_tokens=50)
+    model = build("llama")
+    model.load_state_dict(untiled.state_dict())
+    model.model.layers[1].mlp.act_fn = Mixing()
+    assert untiled_in(model) == {MLP: 1, LAYER: 1, HEAD: 0}
+    assert_equal(loss_and_gradients(model, **batch), (loss, gradients))
+
+
+def keep(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    module.kept = [*getattr(module, "kept", ()), output]
+
+
+def double(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def steer(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    output = output.clone()
+    output[:, 3] += 1
+    return output
+
+
+def steer_input(module: nn.Module, args: tuple) -> tuple:
+    x = args[0].clone()
+    x[:, -2] *= 3
+    return (x, *args[1:])
+
+
+def steer_gradient(module: nn.Module, grad_input: tuple, grad_output: tuple) -> tuple:
+    return tuple(None if each is None else each * torch.arange(61)[:, None] for each in grad_input)
+
+
+INSIDE = ["mlp.down_proj", "mlp.act_fn", "self_attn.q_proj", "input_layernorm", "mlp", "lm_head"]
+HOOKS = {
+    "forward": ("register_forward_hook", steer),
+    "pre": ("register_forward_pre_hook", steer_input),
+    "backward": ("register_full_backward_hook", steer_gradient),
+}
+
+
+@pytest.mark.full("of 36 models", but=every_value)
+@pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("place", INSIDE)
+def test_hooks_that_steer_at_a_place(place: str, kind: str, layer: bool) -> None:
+    """They leave the smallest part around untiled, until they are removed."""
+    register, hook = HOOKS[kind]
+    untiled = build("llama", tie_word_embeddings=False)
+    model = tiled_copy(untiled, layer=layer)
+    model(**batch_of(2, 61))
+    at = place if place == "lm_head" else f"model.layers.1.{place}"
+    handles = [getattr(each.get_submodule(at), register)(hook) for each in (model, untiled)]
+    in_mlp, in_head = place.startswith("mlp."), place == "lm_head"
+    layers = {LAYER: int(not in_head)} if layer else {}
+    assert untiled_in(model) == {MLP: int(in_mlp), HEAD: int(in_head)} | layers
+    assert_same_step(model, untiled, batch_of(2, 61))
+    assert_same_loss(model, untiled)
+    for handle in handles:
+        handle.remove()
+    assert not sum(untiled_in(model).values())
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
+@pytest.mark.parametrize("place", ["mlp.gate_proj", "mlp.act_fn", "self_attn.o_proj"])
+def test_a_loss_on_activations_that_a_hook_keeps(place: str, layer: bool) -> None:
+    """Each forward hands it all tokens once, with their graph."""
+    untiled = build("llama")
+    model = tiled_copy(untiled, layer=layer, check=True)
+    batch, found = batch_of(2, 61), []
+    for each in (model, untiled):
+        modules = [one.get_submodule(place) for one in each.model.layers]
+        for module in modules:
+            module.register_forward_hook(keep)
+        loss = each(**batch).loss
+        assert all(len(module.kept) == 1 and module.kept[0].shape[1] == 61 for module in modules)
+        (loss + sum(module.kept[0].abs().mean() for module in modules)).backward()
+        found.append({name: parameter.grad for name, parameter in each.named_parameters()})
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("layer", "arch"), [(False, "llama"), (True, "llama"), (True, "qwen3_moe")])
+def test_what_a_hook_counts(layer: bool, arch: str) -> None:
+    """Hooks anywhere in the model are called as often as untiled, the first step included."""
+    model, seen = build(arch), []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
+    model(**(batch := batch_of(2, 61)))
+    truth, seen[:] = sorted(seen), []
+    seqtile.apply_seqtile(model, chunk_tokens=50, layer=layer)
+    assert not seen
+    model(**batch).loss.backward()
+    assert sorted(seen) == truth and model.lm_head.weight.grad is not None
+
+
+def test_hooks_that_see_all_tokens_untile_nothing() -> None:
+    """On an MLP, a layer, the model, its embeddings, and attention that is not tiled."""
+    untiled = build("llama")
+    model = tiled_copy(untiled, layer=False)
+    places = [
+        "model.layers.0.mlp",
+        "model.layers.1",
+        "",
+        "model",
+        "model.embed_tokens",
+        "model.layers.0.self_attn.q_proj",
+    ]
+    for each in (model, untiled):
+        for place in places:
+            each.model.get_submodule(place).register_forward_hook(lambda module, args, output: None)
+        each.model.layers[0].mlp.register_forward_hook(steer)
+        each.model.embed_tokens.register_forward_hook(steer)
+    assert not sum(untiled_in(model).values())
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+def test_whole_layers_with_a_hook_on_their_mlp() -> None:
+    """The layer runs untiled, its MLP, which the hook sees whole, does not."""
+    untiled = build("llama")
+    model = tiled_copy(untiled)
+    for each in (model, untiled):
+        each.model.layers[0].mlp.register_forward_hook(steer)
+    assert untiled_in(model) == {MLP: 0, LAYER: 1, HEAD: 0}
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+def test_a_hook_on_the_norm_after_the_layers() -> None:
+    untiled = build("llama")
+    model = tiled_copy(untiled)
+    for each in (model, untiled):
+        each.model.norm.register_forward_hook(steer)
+    assert not sum(untiled_in(model).values()) and "REFUSES" not in str(seqtile.status(model))
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+def test_an_untiled_head_says_what_its_logits_cost() -> None:
+    model = tiled_copy(build("llama"))
+    model.lm_head.register_forward_hook(steer)
+    batch = batch_of(2, 61)
+    assert type(model(**batch).logits) is torch.Tensor
+    assert model(**batch, skip_logits=True).logits is None
+    assert "makes logits of 844 bytes a token, and its loss 844 in float32" in str(seqtile.status(model))
+
+
+def test_a_hook_that_is_declared() -> None:
+    """It runs once for each chunk, in the first step too."""
+    untiled = build("llama")
+    model = tiled_copy(untiled)
+    seqtile.tokenwise(double)
+    for each in (model, untiled):
+        each.model.layers[0].mlp.down_proj.register_forward_hook(double)
+    assert not sum(untiled_in(model).values()) and seqtile.status(model).mlp.chunked == 1
+    assert_same_step(model, untiled, batch_of(2, 61))
+    assert "equal the untiled model's" in str(seqtile.status(model))
+
+
+def test_functions_of_torch_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, linear = [], nn.functional.linear
+    untiled = build("llama")
+    model = tiled_copy(untiled)
+    monkeypatch.setattr(nn.functional, "linear", lambda x, *others: calls.append(x.shape[1]) or linear(x, *others))
+    assert untiled_in(model) == {MLP: 2, LAYER: 2, HEAD: 1}
+    model.eval()(**batch_of(2, 61))
+    assert set(calls) == {61}
+
+
+def test_a_rotary_embedding_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = vars(__import__("sys").modules["transformers.models.llama.modeling_llama"])
+    rotary, calls = names["apply_rotary_pos_emb"], []
+    model = tiled_copy(build("llama"))
+    monkeypatch.setitem(
+        names, "apply_rotary_pos_emb", lambda q, *others: calls.append(q.shape[2]) or rotary(q, *others)
+    )
+    assert untiled_in(model) == {MLP: 0, LAYER: 2, HEAD: 0}
+    model.eval()(**batch_of(2, 61))
+    assert set(calls) == {61}
+
+
+def test_tokenwise_marks_things() -> None:
+    """It returns the thing, and the mark survives copies; a subclass, and what wraps the thing, has none."""
+
+    @seqtile.tokenwise
+    class Own(nn.Module):
+        pass
+
+    @seqtile.tokenwise
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @wraps(function)
+    def wrapper(x: torch.Tensor) -> torch.Tensor:
+        return function(x)
+
+    module = seqtile.tokenwise(nn.Conv1d(2, 2, 1))
+    assert isinstance(module, nn.Conv1d) and isinstance(Own(), Own)
+    marked = [Own, Own(), function, module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    assert all(map(is_declared, marked))
+    unmarked = [type("Other", (Own,), {}), type("Other", (Own,), {})(), wrapper, partial(function), nn.Conv1d(2, 2, 1)]
+    assert not any(map(is_declared, unmarked))
+    x = torch.randn(3)
+    for thing in (partial(torch.clamp, min=0), x.add, torch.tanh):
+        wrapped = seqtile.tokenwise(thing)
+        assert wrapped is not thing and is_declared(wrapped) and not is_declared(thing)
+        torch.testing.assert_close(wrapped(x), thing(x))
+    assert is_declared(pickle.loads(pickle.dumps(seqtile.tokenwise(partial(torch.clamp, min=0)))))
+    with pytest.raises(TypeError, match="expected a class, a module, a function or a hook, got a int"):
+        seqtile.tokenwise(3)

@@ -64,18 +64,18 @@ MUTANTS = (
     Mutant(
         "first step: what is compared with the head is compared below it again",
         "check_first_step",
-        "vars(inside)[OUTCOME] = (_MadeOf(inside, with_hooks), outcome)",
+        "vars(inside)[OUTCOME] = (_MadeOf(inside, with_declared), outcome)",
         "pass",
         FIRST_STEP,
         select="below_the_head",
     ),
     Mutant(
         "first step: hooks that transformers adds count as a change",
-        "_MadeOf.still_is",
-        "if self._users_hooks() != self._of_users:",
-        "if True:",
+        "_MadeOf._now",
+        "*filter(is_declared, hooks)",
+        "*hooks",
         FIRST_STEP,
-        select="do_not_repeat",
+        select="repeat_it",
     ),
     Mutant(
         "MLP: the biases are not read",

@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,11 @@ def noting(kept: Any, note: Callable) -> Callable[[], Noting]:
     return lambda: Noting(lambda act, x: note(act.kept, x), kept() if callable(kept) else kept)
 
 
+def of_numpy() -> Noting:
+    numpy.random.seed(0)
+    return Noting(lambda act, x: numpy.random.rand())
+
+
 PUT_BACK = {  # an activation, and what it has noted
     "nothing": (noting(None, lambda kept, x: None), str),
     "a list": (noting(list, lambda kept, x: kept.append(1)), str),
@@ -98,6 +104,7 @@ PUT_BACK = {  # an activation, and what it has noted
         lambda kept: kept.get_state().tolist(),
     ),
     "Python's generator": (noting(lambda: random.Random(0), lambda kept, x: kept.random()), random.Random.getstate),
+    "numpy's generator": (of_numpy, lambda kept: numpy.random.get_state()[2]),
     "globals": (lambda: Noting(in_globals), lambda kept: (CALLS.clear(), globals().update(TOTAL=0), kept)),
     "a closure": (in_a_closure, str),
     "its class": (lambda: NotingOfClass(None), lambda kept: (len(Noting.of_class), Noting.of_class.clear())),

@@ -8,8 +8,6 @@ dropout, checkpointing            off
 """
 
 import inspect
-import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,8 +32,7 @@ from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.save_early import saved_unseen
 from seqtile.protocols import SHARDED
 
-_ALMOST_NONE = 1e-30  # a dropout rate that drops nothing but is not 0, so that the same code runs
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALMOST_NONE = 1e-30  # a rate of dropout or noise that changes nothing; at exactly 0 other code would run
 _RECORDERS = ("deepspeed", "wandb")  # ZeRO-3 records the order of modules
 _TOP_K = torch.ops.aten.topk.default
 Placed = dict[nn.Module, Placement]
@@ -144,7 +141,6 @@ def without_a_trace(model: nn.Module, state: State) -> Iterator[None]:
     kind = next(iter(devices)).type if devices else "cuda"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
-        stack.callback(random.setstate, random.getstate())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(saved_unseen())
         torch.clear_autocast_cache()
@@ -152,31 +148,23 @@ def without_a_trace(model: nn.Module, state: State) -> Iterator[None]:
         stack.callback(state.put_back)
         for parameter in model.parameters():
             vars(parameter).pop("main_grad", None)
-        for module in model.modules():
-            own = vars(module)
+        for module in (None, *model.modules()):
             if getattr(module, "gradient_checkpointing", False):
-                own["gradient_checkpointing"] = False
-            for name in _HOOKS:  # copies, so that hooks registered meanwhile disappear
-                own[name] = _called(own[name])
-        for hooks in hooks_of(None):
-            for key in hooks.keys() - _called(hooks).keys():
-                del hooks[key]
+                vars(module)["gradient_checkpointing"] = False
+            for hooks in hooks_of(module):
+                for key in [key for key, hook in hooks.items() if not _is_called(hook, module)]:
+                    del hooks[key]
         for attributes in state.attributes:
-            _drop_nothing(attributes)
+            for name, value in attributes.items():
+                if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
+                    attributes[name] = _ALMOST_NONE
         yield
 
 
-def _called(hooks: dict[int, Callable]) -> OrderedDict[int, Callable]:
-    """Returns hooks without those of users that are not declared, and without those that record what runs."""
-    known = {key for key, hook in hooks.items() if is_known(hook) and package_of(innermost(hook)) not in _RECORDERS}
-    return OrderedDict((key, hook) for key, hook in hooks.items() if key in known or is_declared(hook))
-
-
-def _drop_nothing(attributes: dict[str, Any]) -> None:
-    """Sets rates of dropout and noise to almost 0; at exactly 0 other code would run."""
-    for name, value in attributes.items():
-        if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
-            attributes[name] = _ALMOST_NONE
+def _is_called(hook: Callable, module: nn.Module | None) -> bool:
+    """Returns whether a hook of a module, or of all, is declared, or known and does not record what runs."""
+    is_recorder = module is None or package_of(innermost(hook)) in _RECORDERS
+    return is_declared(hook) or (is_known(hook) and not is_recorder)
 
 
 class SameChoices(TorchDispatchMode):

@@ -8,11 +8,13 @@ lost       any other object that a user's undeclared module or function holds or
 """
 
 import enum
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import partial
 from gc import get_referents
+from itertools import chain
 from operator import is_
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -50,10 +52,12 @@ class State:
         self._put_back: list[Callable[[], None]] = []
         main_grads = [own for own in map(vars, model.parameters()) if "main_grad" in own]
         buffers = [module._buffers for module in model.modules()]
-        for own in (*self.attributes, *buffers, *main_grads, *hooks_of(None)):
+        hooks = chain(*map(hooks_of, (None, *model.modules())))
+        for own in (*self.attributes, *main_grads, *buffers, *hooks):
             self._put_back.append(partial(_refill, own, copy(own)))
-        for buffer in model.buffers():
-            self._keep("", buffer, False)
+        of_process = [sys.modules[name].random.__self__ for name in ("random", "numpy.random") if name in sys.modules]
+        for kept in (*model.buffers(), *of_process):
+            self._keep("", kept, False)
         lost: dict[str, dict[str, str]] = defaultdict(dict)
         for owner, name, thing in self._lost_in(model):
             lost[owner][name] = type(thing).__name__

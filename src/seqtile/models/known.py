@@ -16,20 +16,19 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
 
 from seqtile.declared import is_declared
 from seqtile.models.hooks import innermost, unknown_hook
 from seqtile.models.known_libraries import is_of_library, refusal_of
 from seqtile.models.placement import class_of, computed_forward, decorated, home_of
-from seqtile.models.weights import named
+from seqtile.models.weights import PARAMETRIZATIONS, named
 
 _ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU RReLU ReLU
 ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold""".split()
 _FUNCTIONS = {name.lower() for name in _ACTIVATIONS} | {"leaky_relu", "linear"}
 _OF_TORCH = {nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential}
 _OF_TORCH |= {nn.Linear, nn.Identity, nn.Dropout, *(getattr(nn, name) for name in _ACTIVATIONS)}
-_OF_TORCH |= {parametrizations._WeightNorm, parametrizations._Orthogonal}
+_OF_TORCH |= {*PARAMETRIZATIONS}
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OF_TORCHS_OWN = ("torch.nn.modules.", "torch.nn.utils.", "torch._dynamo.", "torch.distributed.", "torch.utils.")
@@ -97,7 +96,7 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
         if not _is_known_class(cls, module, maker):
             return f"is a {named(cls)}, {_UNKNOWN}"
         functions = {"forward": (forward := computed_forward(module))}
-        functions |= _called_by(forward)
+        functions |= {} if cls.__module__.startswith("torch.") else _called_by(forward)
     functions |= {name: value for name, value in vars(module).items() if callable(value)}
     for name, function in functions.items():
         if not isinstance(function, nn.Module | type) and not _is_known_function(function):

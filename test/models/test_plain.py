@@ -26,7 +26,7 @@ from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_unfused_reason
 from seqtile.models.mlp import gated_form, mlp_unfused_reason
 from seqtile.models.placement import original_forward
-from seqtile.models.weights import module_call_reason
+from seqtile.models.weights import module_call_reason, read_projection
 from support.assertions import relative_error
 from support.choice import every_value
 from support.measure import FlopCount
@@ -292,10 +292,6 @@ def test_a_function_mode_left_before_the_backward(mode: str) -> None:
     assert_equal(*found)
 
 
-def hooked_head(model: nn.Module) -> AbstractContextManager:
-    return registered(model.lm_head.register_forward_hook, halve_linear)
-
-
 def linear_replaced(model: nn.Module) -> AbstractContextManager:
     return replaced(F, "linear", rounded_linear)
 
@@ -304,13 +300,18 @@ def global_hook(model: nn.Module) -> AbstractContextManager:
     return registered(register_module_forward_hook, halve_linear)
 
 
-@pytest.mark.parametrize("around", [hooked_head, linear_replaced, global_hook])
-def test_what_is_changed_back_before_the_backward(around: Callable[[nn.Module], AbstractContextManager]) -> None:
+@pytest.mark.parametrize(
+    ("around", "said"),
+    [(linear_replaced, r"torch\.nn\.functional\.linear"), (global_hook, "the global module hooks")],
+)
+def test_what_is_changed_back_before_the_backward(
+    around: Callable[[nn.Module], AbstractContextManager], said: str
+) -> None:
     """The backward cannot run the forward's code again: it raises an error instead of running something else."""
     _, tiled = pair(unchanged)
     with around(tiled):
         loss = tiled(**whole(101)).loss
-    with pytest.raises(RuntimeError, match="what it computes has changed in between"):
+    with pytest.raises(RuntimeError, match=f"what it computes has changed in between: {said}"):
         loss.backward()
 
 
@@ -336,3 +337,16 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     torch._dynamo.reset()
     asking, x = Asking(), torch.ones(2)
     assert torch.compile(asking, backend="eager", fullgraph=True)(x)[1] == asking(x)[1]
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Bilinear(2, 2, 2), lambda: hooked(nn.Linear(2, 2))])
+def test_what_is_no_plain_projection_is_not_read(make: Callable[[], nn.Module]) -> None:
+    """Also where Python runs without assertions."""
+    module = make()
+    with pytest.raises(ValueError, match=r"q_proj (is a|has hooks).*: expected the plain projection"):
+        read_projection("q_proj", module)

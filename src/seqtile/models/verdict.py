@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
 from transformers.utils import logging
 
 from seqtile import declared
 from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
+from seqtile.ops.save_early import saved_unseen
 
 logger = logging.get_logger(__name__)
 _END = object()
@@ -93,8 +93,10 @@ class Verdicts:
         """Returns the same where no compiler runs."""
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved
+            with saved_unseen():  # a checkpoint counts what is saved
                 verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
+            if not all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
+                return verdict  # of weights by functional_call, which are not kept alive here
             kept = self._kept[module] = _Kept(verdict, module, dtype)
         return kept.verdict
 

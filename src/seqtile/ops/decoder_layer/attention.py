@@ -38,6 +38,7 @@ from seqtile.ops.linear import (
     with_tensors,
     without_tensors,
 )
+from seqtile.ops.save_early import Unchanged
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import SequenceParallelAttention
 
@@ -131,11 +132,13 @@ class AttentionFunction(torch.autograd.Function):
         if call.differentiate:
             ctx.main_grads = [*main_grads_of(params), *map(main_grad_of, leaves)]
             ctx.save_for_backward(x, cos, sin, *own, *outs, *saved)
+            ctx.unchanged = Unchanged.parameters(own)
         return x.view_as(x), *outs
 
     @staticmethod
     def backward(ctx, d_h: torch.Tensor, *_: torch.Tensor):
         check_first_derivative("decoder_layer")
+        ctx.unchanged.check()
         return None, None, None, None, None, *_Backward(ctx, d_h).gradients()
 
 

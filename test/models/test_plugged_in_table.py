@@ -185,7 +185,9 @@ IN_LAYERS = [f"{LAYER_0}.{name}" for name in ("self_attn", "self_attn.q_proj", "
 MLP, LAYER, HEAD = "mlp", "layer", "loss"
 Shown = tuple[Any, ...]
 CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> part -> changes; or what shows it
-    "nothing;": {MLP: [lambda model: None, *as_activation(nn.SiLU, SiLUActivation, GELUTanh), *as_up(lambda: Plain(64, 48))]},
+    "nothing;": {
+        MLP: [lambda model: None, *as_activation(nn.SiLU, SiLUActivation, GELUTanh), *as_up(lambda: Plain(64, 48))]
+    },
     "of torch.nn the other": {
         MLP: [
             *as_activation(nn.ReLU, nn.Identity, lambda: nn.Dropout(0.0)),
@@ -194,9 +196,14 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
         ]
     },
     "any other module of torch.nn": {MLP: as_activation(lambda: nn.Softmax(-1), lambda: nn.LayerNorm((61, 48)))},
-    "another activation of": {MLP: as_activation(*(partial(ACT2FN.__getitem__, name) for name in ("gelu_new", "relu2")))},
+    "another activation of": {
+        MLP: as_activation(*(partial(ACT2FN.__getitem__, name) for name in ("gelu_new", "relu2")))
+    },
     "a class of a model's file": {MLP: as_activation(lambda: Qwen3RMSNorm(48))},
-    "a module of your own class": {MLP: as_activation(Mixing), LAYER: [in_layer("input_layernorm", lambda _: Mixing())]},
+    "a module of your own class": {
+        MLP: as_activation(Mixing),
+        LAYER: [in_layer("input_layernorm", lambda _: Mixing())],
+    },
     "a subclass of a known class": {MLP: [*as_up(lambda: OwnForward(64, 48)), of_each("mlp.up_proj", own_class)]},
     "a module of your own class, declared": {MLP: [declared(*as_activation(Double), "act_fn")]},
     "a function of your own": {MLP: as_function(mixing_function)},
@@ -248,13 +255,21 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
         HEAD: hooked("lm_head"),
         LAYER: [*hooked(*IN_LAYERS[1:]), *hooked(IN_LAYERS[0], hook=nothing)],
     },
-    "the same hook, declared": {MLP: [lambda model: hooked(f"{LAYER_0}.mlp.act_fn", hook=seqtile.tokenwise(lambda *_: None))[0](model)]},
-    "yours on an MLP": {MLP: hooked(f"{LAYER_0}.mlp", LAYER_0, "", "model", "model.embed_tokens", "model.norm", *IN_LAYERS[:2], hook=nothing)},
+    "the same hook, declared": {
+        MLP: [lambda model: hooked(f"{LAYER_0}.mlp.act_fn", hook=seqtile.tokenwise(lambda *_: None))[0](model)]
+    },
+    "yours on an MLP": {
+        MLP: hooked(
+            f"{LAYER_0}.mlp", LAYER_0, "", "model", "model.embed_tokens", "model.norm", *IN_LAYERS[:2], hook=nothing
+        )
+    },
     "yours on parameters": {MLP: [on_parameters], LAYER: [on_parameters]},
     "yours on every module": {MLP: [on_every_module], LAYER: [on_every_module], HEAD: [on_every_module]},
     "of torch.nn.utils": {MLP: of_up(pruned, weight_norm, spectral_norm)},
     "FSDP1, FSDP2": tuple(FUSED[name] for name in ("FSDP1", "FSDP2", "DDP")),
-    "`ModuleTracker`": tuple(FUSED[name] for name in ("ModuleTracker", "ModTracker", "FlopCounterMode", "CommDebugMode")),
+    "`ModuleTracker`": tuple(
+        FUSED[name] for name in ("ModuleTracker", "ModTracker", "FlopCounterMode", "CommDebugMode")
+    ),
     "PyTorch's composable": (CHUNKED["checkpoint, composable"],),
     "Hugging Face's recorders": (CHUNKED["recorder"],),
     "Accelerate's `device_map`": (CHUNKED[DEVICE_MAP],),

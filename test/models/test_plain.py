@@ -339,12 +339,12 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     assert torch.compile(asking, backend="eager", fullgraph=True)(x)[1] == asking(x)[1]
 
 
-def hooked(module: nn.Module) -> nn.Module:
+def with_a_hook(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda *_: None)
     return module
 
 
-@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Bilinear(2, 2, 2), lambda: hooked(nn.Linear(2, 2))])
+@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Bilinear(2, 2, 2), lambda: with_a_hook(nn.Linear(2, 2))])
 def test_what_is_no_plain_projection_is_not_read(make: Callable[[], nn.Module]) -> None:
     """Also where Python runs without assertions."""
     module = make()

@@ -331,3 +331,25 @@ def test_a_row(row: str) -> None:
             ways = {"fused": part.fused, "in chunks": part.chunked, "untiled": part.tiled - part.fused - part.chunked}
             assert ways == dict.fromkeys(WAYS, 0) | {ROWS[row]: 1}, f"{where}: {part}"
             assert_equal(step(model, batch), truth, 1e-5, 2e-5)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_parametrization_of_ones_own_is_not_called_more_often(layer: bool) -> None:
+    """Its class may count."""
+    calls: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return weight * 2
+
+    model, batch = build("llama"), batch_of(2, 61)
+    for module in (model.model.layers[0].mlp.up_proj, model.lm_head, model.model.layers[1].self_attn.q_proj):
+        register_parametrization(module, "weight", Counting())
+    calls.clear()
+    model(**batch).loss.backward()
+    untiled, calls[:] = len(calls), []
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check=False, layer=layer)
+    assert "Counting, which is neither known nor declared" in str(seqtile.status(model)) and not calls
+    model(**batch).loss.backward()
+    assert len(calls) == untiled

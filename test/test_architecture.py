@@ -75,8 +75,8 @@ def imports_of(file: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            of_package = {alias.name for alias in node.names} & SUBPACKAGES.keys() if node.module == "seqtile" else set()
-            names |= {f"seqtile.{name}" for name in of_package} or {node.module}
+            inside = {f"seqtile.{alias.name}" for alias in node.names if alias.name in SUBPACKAGES}
+            names |= (inside if node.module == "seqtile" else set()) or {node.module}
     return names
 
 

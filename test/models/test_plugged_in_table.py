@@ -260,7 +260,7 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
     },
     "yours on an MLP": {
         MLP: hooked(
-            f"{LAYER_0}.mlp", LAYER_0, "", "model", "model.embed_tokens", "model.norm", *IN_LAYERS[:2], hook=nothing
+            f"{LAYER_0}.mlp", LAYER_0, "", "model", "model.embed_tokens", "model.norm", *IN_LAYERS[:3], hook=nothing
         )
     },
     "yours on parameters": {MLP: [on_parameters], LAYER: [on_parameters]},

@@ -61,10 +61,8 @@ class PlanOptions:
         if unknown := [part for part in offload if part not in OFFLOAD]:
             raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}")
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
-        groups = number_or_name(self.head_groups)
-        batches = "whole" if self.shared_tokens else "cut"
-        setup |= {"sequence_parallel": shared_by, "offload": offload, "head_groups": groups}
-        return setup | {"batches": batches}
+        setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
+        return setup | {"sequence_parallel": shared_by, "offload": offload}
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,6 @@ def plan(asked: PlanOptions) -> None:
 
     Exits with 1 if a sequence of --seq-len does not fit.
     """
-    if "activations" in (asked.offload or ()):
-        raise typer.BadParameter(
-            "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
-        )
     console = of_output()
     with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
         found = forecast(asked, status.update)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from seqtile.limits import flash_limit
-from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
+from seqtile.memory import KNOWN, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
@@ -58,8 +58,9 @@ class PlanOptions:
         cannot be offloaded."""
         setup = {field.name: getattr(self, field.name) for field in fields(Setup) if hasattr(self, field.name)}
         offload = tuple(self.offload or ())
-        if unknown := [part for part in offload if part not in OFFLOAD]:
-            raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}")
+        if unknown := [part for part in offload if part not in ("optimizer", "weights")]:
+            tried = "layer inputs on the host are tried in any case, so leave activations out"
+            raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}; {tried}")
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
         setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
         return setup | {"sequence_parallel": shared_by, "offload": offload}

@@ -209,9 +209,8 @@ def probe(
 
 def print_rows(rows: list[Row], console: Console) -> None:
     for name in dict.fromkeys(row.probe for row in rows):
-        table = Table(
-            "", "", "", "", title=f"{name}: {PROBES[name]}", title_justify="left", box=None, show_header=False
-        )
+        title = f"{name}: {PROBES[name]}"
+        table = Table("", "", "", "", title=title, title_justify="left", box=None, show_header=False)
         for row in rows:
             if row.probe == name:
                 color = {"right": "green", "wrong": "red"}.get(row.verdict, "yellow")

@@ -457,9 +457,9 @@ MUTANTS = (
     ),
     Mutant(
         "limits: the release that mends a defect has it still",
-        "Limit.holds",
-        "number < self.fixed",
-        "number <= self.fixed",
+        "limit_of",
+        "number >= limit.fixed",
+        "number > limit.fixed",
         ("test_limits.py",),
     ),
     Mutant(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -71,7 +72,8 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     reason = _not_comparable(model, tensors, kwargs)
     if reason is None:
         try:
-            outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
+            with _disable_current_modes():
+                outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
         except Exception as error:
             vars(model)[OUTCOME] = None, f"stopped the training: {brief(error)}"  # the next forward compares again
             raise

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqtile.declared import is_declared
 from seqtile.models.difference import Vectors, loss_and_gradients
@@ -137,11 +137,7 @@ def _run_untiled(module: nn.Module, placement: Placement) -> None:
 def without_a_trace(model: nn.Module, state: State) -> Iterator[None]:
     """Restores on exit whatever a forward or a backward of the model changes. Inside, checkpointing and dropout are
     off, and users' module hooks are not called, unless declared."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
-        stack.enter_context(_disable_current_modes())
         stack.enter_context(saved_unseen())
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)

@@ -28,7 +28,7 @@ from seqtile.declared import is_declared
 from seqtile.models.hooks import hooks_of
 from seqtile.models.known import is_known_home
 from seqtile.models.placement import class_of, computed_forward, home_of
-from seqtile.ops.state import generator_of, is_kept, named_by, names_in
+from seqtile.ops.state import default_generators, generator_of, is_kept, named_by, names_in
 
 SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is put back, in elements
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)  # these types, no subclasses
@@ -45,8 +45,6 @@ class State:
     """What a model keeps, as it is now."""
 
     def __init__(self, model: nn.Module):
-        self.lost: list[str] = []
-        """What cannot be put back: modules, and the names in which each may keep state."""
         configs = {id(module.config): vars(module.config) for module in model.modules() if hasattr(module, "config")}
         self.attributes: list[dict[str, Any]] = [*map(vars, model.modules()), *configs.values()]
         self._put_back: list[Callable[[], None]] = []
@@ -58,20 +56,18 @@ class State:
         of_process = [sys.modules[name].random.__self__ for name in ("random", "numpy.random") if name in sys.modules]
         for kept in (*model.buffers(), *of_process):
             self._keep("", kept, False)
-        lost: dict[str, dict[str, str]] = defaultdict(dict)
-        for owner, name, thing in self._lost_in(model):
-            lost[owner][name] = type(thing).__name__
-        for owner, names in lost.items():
-            said = ", ".join(f"{name} ({kind})" for name, kind in names.items())
-            self.lost.append(f"{owner} that may keep state in {said}")
+        for device in {parameter.device for parameter in model.parameters()}:
+            self._put_back += [generator.put_back for generator in default_generators(device)]
+        self.lost = list(dict.fromkeys(self._lost_in(model)))
+        """What cannot be put back: modules, and the names in which each may keep state."""
 
     def put_back(self) -> None:
         with torch.no_grad():
             for put_back in self._put_back:
                 put_back()
 
-    def _lost_in(self, model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-        """Notes what the model keeps; yields what cannot be put back, behind its module and its name there."""
+    def _lost_in(self, model: nn.Module) -> Iterator[str]:
+        """Notes what the model keeps; yields what cannot be put back."""
         places = {module: place for place, module in model.named_modules()}
         seen: dict[tuple[int, bool], Any] = {}  # keeps the objects alive, so that their ids stay unique
         pending: list[tuple[str, _Found]] = [("", ("", model, False))]
@@ -96,7 +92,7 @@ class State:
             elif isinstance(thing, _HOLDING):
                 held = [(name, part, is_users) for part in get_referents(thing)]
             elif is_users and not isinstance(thing, _CONSTANT) and not _keeps_nothing(type(thing).__module__):
-                yield owner, name, thing
+                yield f"{owner} that may keep state in {name} ({type(thing).__name__})"
             pending += [(owner, each) for each in held]
 
     def _keep(self, name: str, thing: Any, is_users: bool) -> None:

@@ -72,8 +72,7 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     reason = _not_comparable(model, tensors, kwargs)
     if reason is None:
         try:
-            with _disable_current_modes():
-                outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
+            outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
         except Exception as error:
             vars(model)[OUTCOME] = None, f"stopped the training: {brief(error)}"  # the next forward compares again
             raise
@@ -128,6 +127,7 @@ class _MadeOf:
         return type(None), ()
 
 
+@_disable_current_modes()  # such as one that counts operations
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict, ranks: Ranks) -> str:
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
     full, placed, state = options.check == "full", tiled_modules(model), State(model)

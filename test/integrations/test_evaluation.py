@@ -131,10 +131,11 @@ def test_compiled() -> None:
 
 
 def test_what_a_hook_on_the_head_sees() -> None:
-    """The hook sees the loss's chunks and the logits that are read, as docs/evaluation.md says; never all logits of a
+    """A declared hook sees the loss's chunks and the logits that are read, as docs/evaluation.md says; never all logits of a
     forward."""
     model, batch, seen = tiled_copy(build("llama")), batch_of(1, 101), []
-    model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output[..., 0].numel()))
+    hook = seqtile.tokenwise(lambda module, given, output: seen.append(output[..., 0].numel()))
+    model.lm_head.register_forward_hook(hook)
 
     def rows() -> list[int]:
         found = seen.copy()

@@ -16,7 +16,7 @@ from functools import partial
 from gc import get_referents
 from itertools import chain
 from operator import is_
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, GenericAlias, MethodType, ModuleType, UnionType
 from typing import Any
 from weakref import ref
 
@@ -34,7 +34,7 @@ SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffe
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)  # these types, no subclasses
 _HOLDING = (tuple, frozenset, partial, MethodType, BuiltinMethodType, property, staticmethod, classmethod)
 _CONSTANT = (int, float, complex, str, bytes, range, slice, enum.Enum, type(None), type(...), type, ModuleType, ref)
-_CONSTANT += (PretrainedConfig,)
+_CONSTANT += (PretrainedConfig, GenericAlias, UnionType)
 _KEEPING_NOTHING = ("_abc", "functools", "inspect", "logging", "pathlib", "re", "typing")
 _LEFT_OUT = vars(nn.Module()).keys() - {"_buffers", "_modules"}  # such as hooks, which are not called
 _Found = tuple[str, Any, bool]

@@ -28,14 +28,12 @@ from seqtile.ops.checks import (
 from seqtile.ops.chunks import chunks, is_trial, mlp_chunk_tokens, to_be_filled
 from seqtile.ops.linear import (
     LowRank,
+    NodeParams,
     Projection,
-    begin_weight_grads,
     finish_weight_grads,
     main_grads_of,
     tensors_of,
     views_of,
-    with_tensors,
-    without_tensors,
 )
 from seqtile.ops.save_early import save_early, saved_for
 
@@ -150,8 +148,8 @@ class GatedMLPFunction(torch.autograd.Function):
         node: Node | None,
         *leaves: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.params, ctx.main_grads = without_tensors(params), main_grads_of(params)
-        ctx.activation, ctx.chunk_tokens, ctx.node, ctx.trial = activation, chunk_tokens, node, is_trial()
+        ctx.params, ctx.node, ctx.trial = NodeParams.of(params), node, is_trial()
+        ctx.activation, ctx.chunk_tokens = activation, chunk_tokens
         if node is None:
             ctx.save_for_backward(x, *tensors_of(params))
         y = to_be_filled(x, trial=ctx.trial)
@@ -164,8 +162,7 @@ class GatedMLPFunction(torch.autograd.Function):
     def backward(ctx, d_y: torch.Tensor):
         check_first_derivative(_OP)
         x, *tensors = saved_for(ctx)
-        params = with_tensors(ctx.params, tensors)
-        sums = begin_weight_grads(params, ctx.needs_input_grad[5:], ctx.main_grads)
+        params, sums = ctx.params.restored(tensors, ctx.needs_input_grad[5:])
         d_x = to_be_filled(x, trial=ctx.trial) if ctx.needs_input_grad[0] else None
         mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
         for chunk in chunks(len(x), ctx.chunk_tokens):

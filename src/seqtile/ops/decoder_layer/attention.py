@@ -28,16 +28,7 @@ from seqtile.ops.decoder_layer.attention_graph import (
 )
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
-from seqtile.ops.linear import (
-    finish_weight_grads,
-    main_grad_of,
-    main_grads_of,
-    tensors_of,
-    views_of,
-    weight_grads,
-    with_tensors,
-    without_tensors,
-)
+from seqtile.ops.linear import NodeParams, finish_weight_grads, main_grad_of, tensors_of, views_of, weight_grads
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import SequenceParallelAttention
 
@@ -125,12 +116,10 @@ class AttentionFunction(torch.autograd.Function):
             saved += kept
         # What the attention holds, such as masks, is kept where it runs again.
         ctx.call = replace(call, attend=None, extra_tensors=()) if runs[-1].state is None else call
-        ctx.runs = runs
-        own = tensors_of(params)
-        ctx.params, ctx.leaves = without_tensors(params), leaves  # not saved: what is unpacked may lack a leaf's hooks
+        ctx.runs, ctx.leaves = runs, leaves  # not saved: what is unpacked may lack a leaf's hooks
         if call.differentiate:
-            ctx.main_grads = [*main_grads_of(params), *map(main_grad_of, leaves)]
-            ctx.save_for_backward(x, cos, sin, *own, *outs, *saved)
+            ctx.params, ctx.main_grads = NodeParams.of(params), [main_grad_of(leaf) for leaf in leaves]
+            ctx.save_for_backward(x, cos, sin, *tensors_of(params), *outs, *saved)
         return x.view_as(x), *outs
 
     @staticmethod
@@ -170,11 +159,10 @@ class _Backward:
         self.call, self.sizes, self.sp_attention = ctx.call, ctx.call.sizes, ctx.call.sp_attention
         self.runs, self.leaves, self.needs_x, self.d_h = ctx.runs, ctx.leaves, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
-        count = len(tensors_of(ctx.params))
-        params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
-        self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
-        sums = weight_grads((*tensors_of(params), *self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
-        self.sums, self.leaf_sums = AttentionParams(*with_tensors(params, sums)), sums[count:]
+        count, needs = len(ctx.params.main_grads), ctx.needs_input_grad[6:]
+        params, sums = (AttentionParams(*parts) for parts in ctx.params.restored(saved[:count], needs[:count]))
+        self.outs, self.saved = saved[count : count + self.sizes.groups], saved[count + self.sizes.groups :]
+        self.sums, self.leaf_sums = sums, weight_grads(self.leaves, needs[count:], ctx.main_grads)
         self.params = params.dequantized("q", "k", "v", "o")
         self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
 

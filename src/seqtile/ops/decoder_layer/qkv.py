@@ -156,7 +156,7 @@ def project(
 class QKVGradients:
     """The gradients of x, and of the parameters before attention, added up over groups.
 
-    `sums` are those of the parameters, see `begin_weight_grads`. Allocates `d_normed` [T, D], the gradient of what the
+    `sums` are those of the parameters, see `NodeParams`. Allocates `d_normed` [T, D], the gradient of what the
     norm returned, with the first group.
     """
 
@@ -170,7 +170,7 @@ class QKVGradients:
         inputs, x, sizes = self._inputs, self._inputs.x, self._inputs.sizes
         projections, head_norms, (heads, kv_heads) = inputs.projections(group), inputs.head_norms, sizes.group_heads
         wholes = zip((self._sums.q, self._sums.k, self._sums.v), sizes.group_columns(group), strict=True)
-        sums, add = [whole.sums_of(rows) for whole, (rows, _) in wholes], self._d_normed is not None
+        sums, add = [whole.slice_out(rows) for whole, (rows, _) in wholes], self._d_normed is not None
         if self._through_norm and not add:
             self._d_normed = to_be_filled(x, dtype=sizes.dtype, trial=sizes.trial)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts

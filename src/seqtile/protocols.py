@@ -24,6 +24,10 @@ SHARDED = "_seqtile_ulysses"
 LAYOUT = "ulysses_layout"
 """The keyword argument that tells the layers of such a model which tokens of the sequences a rank holds."""
 
+CHOICE = "seqtile_choice"
+"""The attribute of a forward that computes in several ways, of which each sends something else to other ranks: a
+function that returns its module's way."""
+
 OF_ALL_RANKS = "seqtile_of_all_ranks"
 """The attribute of an autograd Function whose output has values of tokens of all ranks, and is the same on each."""
 

@@ -19,7 +19,15 @@ def view_of(name: str, shape: torch.Size, /, *args: Any, **kwargs: Any) -> Any:
     return _VIEWS[name](shape, *args, **kwargs)
 
 
+def input_first(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments of a call of torch's with the first one by position, also where it was given by name."""
+    name = next((name for name in ("input", "tensor") if not args and name in kwargs), None)
+    return (args, kwargs) if name is None else ((kwargs[name],), {key: kwargs[key] for key in kwargs if key != name})
+
+
 def _reshape(shape: torch.Size, /, *to: Any, **kwargs: Any) -> Any:
+    if not to and len(kwargs) == 1 and kwargs.keys() <= {"shape", "size"}:
+        to, kwargs = (*kwargs.values(),), {}
     sizes = tuple(to[0]) if len(to) == 1 and not isinstance(to[0], int | torch.dtype) else to
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != shape[-1]:
         return NotImplemented
@@ -54,11 +62,11 @@ def _is_mask(entry: Any) -> bool:
     return isinstance(entry, torch.Tensor) and entry.dtype == torch.bool
 
 
-def _split(shape: torch.Size, /, size: Any, dim: int = 0) -> Any:
+def _split(shape: torch.Size, /, split_size: Any, dim: int = 0) -> Any:
     dim, pieces = dim % len(shape), []
     if dim == len(shape) - 1:
         return NotImplemented
-    for piece in torch.empty(shape[dim], device="meta").split(size):
+    for piece in torch.empty(shape[dim], device="meta").split(split_size):
         start = pieces[-1][1] if pieces else 0
         pieces.append((start, start + len(piece)))
     return tuple(_index(shape, (*[slice(None)] * dim, slice(*piece))) for piece in pieces)

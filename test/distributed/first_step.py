@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.modeling_outputs import CausalLMOutput
@@ -215,7 +216,12 @@ def same_training(name: str, case: Case) -> Trained:
 
 
 def first_step_refuses(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Each rank raises if tiled MLPs compute something else on rank 1 alone."""
+    """Each rank raises if tiled MLPs compute something else than untiled ones on rank 1 alone."""
+    said = refusal(wrapped, batch)
+    assert ("on another rank" in said) == (dist.get_rank() == 0), said
+
+
+def refusal(wrapped: Any, batch: dict[str, torch.Tensor]) -> str:
     right = tiled_mlp.gated_mlp_of
 
     def wrong(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -224,7 +230,7 @@ def first_step_refuses(model: nn.Module, wrapped: Any, batch: dict[str, torch.Te
     named = r"something else .*the part is mlp \(LlamaMLP\)\. Nothing was trained"
     with patch.object(tiled_mlp, "gated_mlp_of", wrong), pytest.raises(ValueError, match=named) as error:
         wrapped(**batch)
-    assert ("on another rank" in str(error.value)) == (dist.get_rank() == 0), error.value
+    return str(error.value)
 
 
 def fails_on_few_tokens(in_backward: bool, model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -248,6 +254,35 @@ def one_rank_is_watched(model: nn.Module, wrapped: Any, batch: dict[str, torch.T
     wrapped(**batch)
     if dist.get_rank() == 0:
         model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+WORLDS = {  # which of four ranks run together, two by two
+    "fsdp2 on two": (True, lambda mesh: mesh["second"]),
+    "sp on two": (True, None),
+    "hsdp": (False, lambda mesh: mesh),
+    "fsdp2 and sp": (False, lambda mesh: mesh["first"]),
+}
+
+
+def in_a_larger_world(name: str) -> None:
+    """All ranks that share a model stop if one of them finds a difference; the others do not join."""
+    on_two, part_of = WORLDS[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
+    ctx = sp.initialize(mesh=mesh["second"])
+    if on_two and dist.get_rank() > 1:
+        return
+    torch.manual_seed(0)
+    model, batch = build("llama"), batch_of(1, 60)
+    if "sp" in name:
+        sp.apply_ulysses(model, ctx)
+        batch = sp.shard(batch, ctx)
+    seqtile.apply_seqtile(model, chunk_tokens=20)
+    if part_of is not None:
+        model, _ = fsdp2(model, mesh=part_of(mesh))
+    refusal(model, batch)
+    loss = model(**batch).loss
+    (sp.reduce_loss(loss, ctx) if "sp" in name else loss).backward()
+    assert EQUAL in outcome_of(model), outcome_of(model)
 
 
 def held() -> None:

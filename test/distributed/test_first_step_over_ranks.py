@@ -3,7 +3,7 @@
 import pytest
 
 from distributed.cases import pool_of
-from distributed.first_step import CASES, EVERY_DAY, TOGETHER, compared, held, stopped
+from distributed.first_step import CASES, EVERY_DAY, TOGETHER, WORLDS, compared, held, in_a_larger_world, stopped
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -30,3 +30,10 @@ def test_one_rank_stops_all(pool: Pool, name: str) -> None:
 @on_two_ranks("zero3")
 def test_one_layer_is_held_at_a_time(pool: Pool, name: str) -> None:
     pool.run(held)
+
+
+@pytest.mark.full("2 s each", but=("fsdp2 on two",))
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("pool", [4], indirect=True)
+def test_ranks_that_share_a_model_are_part_of_the_world(pool: Pool, name: str) -> None:
+    pool.run(in_a_larger_world, name)

@@ -12,6 +12,7 @@ from distributed.cases import FAMILIES, Case
 from seqtile.arch import ARCHS
 from seqtile.models.find import experts_in, layers_of, mlps_of
 from seqtile.models.first_step import outcome_of
+from seqtile.models.hooks import unknown_hook
 from seqtile.models.model_types import model_classes
 from seqtile.models.placement import computed_forward
 from seqtile.models.small import WORDS, small_model
@@ -154,6 +155,8 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
         loss = wrapped(**batch).loss
         losses.append(loss.item())
         update(wrapped, optimizer, loss)
+    inside = list(model.modules())[1:]  # DeepSpeed's engine has hooks of its own on the model
+    assert not any(map(unknown_hook, inside)), "a hook of the wrapper is not known"
     weights = full(model)
     held = getattr(base_of(model), "_external_params", None)
     assert not held, "ZeRO-3 gathers for the whole step what only a module inside needs"

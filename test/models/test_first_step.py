@@ -17,8 +17,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 import seqtile
 from models.layered import KINDS, packed
 from models.test_layer_sharing import built
-from models.test_paths import hooked
-from models.test_replaced import Mixing
 from seqtile.models import any_layer, first_step, layer_arguments
 from seqtile.models.base_model import base_models_of
 from seqtile.models.difference import LOSS_NAME, STATES_NAME, difference
@@ -30,6 +28,14 @@ from seqtile.models.trial_batch import TOKENS, trial_batch
 from seqtile.ops import linear, tiled
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, tiled_copy
+
+
+@seqtile.tokenwise
+class Mixing(nn.Module):
+    """Declared, but not true."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) + x.mean(-2, keepdim=True)
 
 
 def put_mixing_activation(model: nn.Module, _: object = None) -> None:
@@ -45,7 +51,8 @@ def gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> N
 def larger_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that run chunk by chunk get gradients that are a tenth too large; in bfloat16, where rounding may explain
     15 %, three tenths."""
-    right, excess = tiled.gradients_of, 1.1 if next(model.parameters()).dtype == torch.float32 else 1.3
+    in_float32 = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    right, excess = tiled.gradients_of, 1.1 if in_float32 else 1.3
     monkeypatch.setattr(tiled, "gradients_of", lambda *args: [None if g is None else excess * g for g in right(*args)])
 
 
@@ -110,11 +117,12 @@ PACKED = partial(packed, 9, 30)  # use_cache left at its default
 NAMES_LAYER = r"the part is layer\..*layer=False"
 NO_MLP = r"mlp \({}\).*mlp=False".format
 LLAMA, OLMO2, GEMMA4 = partial(build, "llama"), partial(build, "olmo2"), partial(built, "gemma4")
+CHUNKED = partial(build, "llama", hidden_act="relu")  # which is not fused
 MIXTRAL, QWEN3_MOE = partial(build, "mixtral"), partial(build, "qwen3_moe")
 WRONG: dict[str, Wrong] = {
     "an activation that mixes tokens": Wrong(LLAMA, {}, put_mixing_activation, NO_MLP("LlamaMLP")),
     "hooks on parameters of a mixture": Wrong(QWEN3_MOE, {}, gradients_of_weights, NO_MLP("Qwen3MoeExperts")),
-    "a tenth too much with hooks": Wrong(lambda: hooked(LLAMA()), {}, larger_gradients, NO_MLP("LlamaMLP")),
+    "a tenth too much of an MLP in chunks": Wrong(CHUNKED, {}, larger_gradients, NO_MLP("LlamaMLP")),
     "a tenth too much of a mixture": Wrong(MIXTRAL, {}, larger_gradients, NO_MLP("MixtralExperts")),
     "a tenth too much of a layer of a mixture": Wrong(QWEN3_MOE, LAYER, larger_gradients, NAMES_LAYER),
     "hooks on parameters of a layer": Wrong(OLMO2, LAYER, gradients_of_weights, NAMES_LAYER),
@@ -148,6 +156,26 @@ def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeyp
     assert said in str(seqtile.status(model))
     with pytest.raises(ValueError, match="Nothing was trained"):  # raised again at the next forward
         model(**batch)
+
+
+@pytest.mark.full("0.2 s each", but=("*bfloat16-torch.float16", "right-torch.float16-*"))
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["right", "wrong"])
+def test_weights_and_autocast_of_any_dtypes(
+    case: str, weights: torch.dtype, autocast: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one bit of float16 adds to a number in bfloat16 rounds to nothing. Small gradients in float16 are 0, also
+    where the weights are in bfloat16."""
+    model = tiled_copy(CHUNKED().to(weights))
+    with torch.autocast("cpu", autocast):
+        if case == "right":
+            model(**batch_of(2, 61))
+            assert "the loss and 22 gradients equal" in outcome_of(model)
+        else:
+            larger_gradients(model, monkeypatch)
+            with pytest.raises(ValueError, match=NO_MLP("LlamaMLP")):
+                model(**batch_of(2, 61))
 
 
 @pytest.mark.parametrize(
@@ -242,21 +270,45 @@ def test_padding_is_not_compared_below_the_head() -> None:
     model, batch, calls = tiled_copy(build("llama")), batch_of(2, 20), itertools.count()
     mask = torch.ones(2, 20, dtype=torch.int64)
     mask[1, :9] = 0
-    model.model.norm.forward = lambda states: states.masked_fill(mask[..., None] == 0, next(calls) in (2, 4))
+    padded = lambda states: states.masked_fill(mask[..., None] == 0, next(calls) in (2, 4))  # noqa: E731
+    model.model.norm.forward = seqtile.tokenwise(padded)  # what it counts is then not put back
     model.model(input_ids=batch["input_ids"], attention_mask=mask)
     assert "the last hidden states and" in outcome_of(model)
 
 
-def test_hooks_that_transformers_adds_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward that collects hidden states adds some; a user's hook is another matter."""
-    model, compared, outcome = build("llama"), [], first_step._outcome
+def test_hooks_repeat_it_if_they_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward that collects hidden states adds Hugging Face's. Only declared hooks are called in it."""
+    model, compared, outcome, calls = build("llama"), [], first_step._outcome, []
     monkeypatch.setattr(first_step, "_outcome", lambda *args: compared.append(args) or outcome(*args))
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    for times in (1, 1, 2):
-        if times == 2:
-            model.model.layers[0].register_forward_hook(lambda *_: None)
+    layer = model.model.layers[0]
+    for hooked in (None, None, layer, layer.mlp.down_proj):
+        if hooked is not None:
+            hooked.register_forward_hook(lambda module, args, output: calls.append(module))
+        calls.clear()
         model(**batch_of(2, 61), output_hidden_states=True)
-        assert len(compared) == times
+        assert len(compared) == 1 and (hooked is None or calls.count(hooked) == 1)
+    layer.mlp.up_proj.register_forward_hook(seqtile.tokenwise(lambda module, args, output: 2 * output))
+    calls.clear()
+    model(**batch_of(2, 61))
+    assert len(compared) == 2 and "equal the untiled model's" in outcome_of(model) and len(calls) == 2
+
+
+def test_a_declared_hook_is_compared() -> None:
+    model = tiled_copy(build("llama"))
+    mixing = seqtile.tokenwise(lambda module, args, output: output + output.mean(-2, keepdim=True))
+    model.model.layers[0].mlp.down_proj.register_forward_hook(mixing)
+    with pytest.raises(ValueError, match=NO_MLP("LlamaMLP")):
+        model(**batch_of(2, 61))
+
+
+def test_hooks_of_every_module_are_not_called() -> None:
+    calls, model = [], tiled_copy(build("llama"))
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module).__name__)):
+        model(**batch_of(2, 61))
+        assert "equal the untiled model's" in outcome_of(model) and calls.count("LlamaRotaryEmbedding") == 1
+        model(**batch_of(2, 61))
+    assert calls.count("LlamaRotaryEmbedding") == 2
 
 
 def test_status_says_that_the_model_has_changed_since() -> None:
@@ -367,6 +419,51 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     whole = torch.rand(2, 1, 200, 200)
     cut = trial_batch(model, type(model).forward, (), {"input_ids": labels.clamp(min=0), "attention_mask": whole})
     assert torch.equal(cut.inputs["attention_mask"], whole[:, :, :TOKENS, :TOKENS])
+
+
+def test_embeddings_as_wide_as_rows_are_long() -> None:
+    """Which dimension is that of the tokens is known by the argument's name."""
+    model, labels = tiled_copy(build("llama")), torch.randint(3, 200, (2, 48))
+    assert model.config.hidden_size == 48
+    model(inputs_embeds=torch.randn(2, 48, 48), labels=labels, pixel_values=torch.rand(2, 3, 48, 48))
+    assert "the loss and 22 gradients equal the untiled model's" in outcome_of(model)
+    assert outcome_of(model).endswith("on 56 tokens of the batch (left out: pixel_values)")
+
+
+SIZES = {  # of an argument for B rows of S tokens, and which of its dimensions are of the rows and of the tokens
+    "inputs_embeds": ("BSS", 0, [1]),
+    "position_ids": ("1S", None, [1]),
+    "position_ids of three axes": ("3BS", 1, [2]),
+    "position_ids of S axes": ("SBS", 1, [2]),
+    "attention_mask": ("BS", 0, [1]),
+    "attention_mask by heads": ("BSSS", 0, [2, 3]),  # of S heads
+    "attention_mask of all rows": ("11SS", None, [2, 3]),
+    "attention_mask of keys": ("B11S", 0, [3]),
+    "token_type_ids": ("BS", 0, [1]),
+    "cross_attention_mask": ("BS34", 0, [1]),
+    "per_layer_inputs": ("BSSS", 0, [1]),
+    "pixel_values": ("B3SS", None, None),
+    "pixel_attention_mask": ("BSS", None, None),
+    "image_position_ids": ("BS2", None, None),
+    "input_features": ("BSS", None, None),
+    "prompts": ("7S", None, None),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("case", SIZES)
+def test_what_is_cut_of_an_argument(case: str, rows: int) -> None:
+    """As many rows as tokens do not mix them up."""
+    name, (letters, of_rows, of_tokens) = case.split()[0], SIZES[case]
+    value = torch.randn([{"B": rows, "S": 40}.get(letter) or int(letter) for letter in letters])
+    given = {"input_ids": torch.arange(rows * 40).view(rows, 40), name: value}
+    batch = trial_batch(build("llama"), lambda self, input_ids, labels: None, (), given)
+    if of_tokens is None:
+        assert batch.left_out == [name]
+        return
+    for dim, kept in [(of_rows, [0, rows - 1]), *((dim, list(range(TOKENS))) for dim in of_tokens)]:
+        value = value if dim is None else value.index_select(dim, torch.tensor(kept))
+    assert torch.equal(batch.inputs[name], value) and batch.left_out == []
 
 
 @pytest.mark.parametrize("options", [{}, {"mlp": False}, {"loss": False, "layer": True}, {"layer": True}], ids=str)

@@ -1,6 +1,7 @@
 """The first training step's comparison raises no false alarm, for every Hugging Face model type in each training
 precision."""
 
+import gc
 import re
 from contextlib import nullcontext
 
@@ -21,6 +22,8 @@ PRECISIONS = {  # the dtype of the weights, and of autocast
     "float16": (torch.float16, None),
     "autocast bfloat16": (torch.float32, torch.bfloat16),
     "autocast float16": (torch.float32, torch.float16),
+    "bfloat16 in autocast float16": (torch.bfloat16, torch.float16),
+    "float16 in autocast bfloat16": (torch.float16, torch.bfloat16),
 }
 CHUNK = 50
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,3 +100,29 @@ def test_no_false_alarm(model_type: str, precision: str) -> None:
             below_the_head(model, autocast)
     if not compared:
         pytest.skip("it cannot be trained so, or has nothing that is tiled")
+
+
+def with_a_graph() -> set[int]:
+    return {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.grad_fn is not None}
+
+
+@pytest.mark.full("of each type, a second each", but=("afmoe-True", "big_bird-False"))
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("model_type", model_types())
+def test_no_tensor_of_the_comparison_outlives_it(model_type: str, layer: bool) -> None:
+    """Nor does one of the step. Nothing is left to the garbage collector."""
+    if (model := tiled(model_type, layer)) is None:
+        pytest.skip("nothing is tiled")
+    model.train()
+    gc.collect()
+    gc.disable()
+    try:
+        before = with_a_graph()
+        try:
+            step(model, None)
+        except Exception:
+            pytest.skip("it cannot be trained")
+        assert outcome_of(model) is not None
+        assert not with_a_graph() - before
+    finally:
+        gc.enable()

@@ -1,9 +1,12 @@
 """Logits that a model returns: a tensor that is computed when it is read, with the values of the forward."""
 
 import copy
+import importlib.util
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +64,59 @@ def made() -> tuple[CountedHead, torch.Tensor]:
 
 def logits_of(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return lazy_logits(LogitsRecipe(x * 2, head))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: torch.mul(input=x, other=2.0),
+        lambda x: torch.softmax(input=x, dim=-1),
+        lambda x: torch.reshape(input=x, shape=(B * S, V)),
+        lambda x: torch.split(tensor=x, split_size_or_sections=1, dim=0)[1],
+    ],
+)
+def test_steps_by_name(step: Callable) -> None:
+    head, x = made()
+    found, expected = step(logits_of(head, x)), step(head(x * 2))
+    assert unread(found) and head.runs == 1
+    torch.testing.assert_close(torch.logsumexp(input=found, dim=-1), expected.logsumexp(-1))
+    torch.testing.assert_close(torch.nn.functional.relu(input=found, inplace=False), expected.relu())
+
+
+def ds_head() -> tuple[nn.Linear, torch.Tensor]:
+    """A head that is marked as DeepSpeed marks what ZeRO-3 shards, and hidden states."""
+    head, x = nn.Linear(D, V), torch.randn(B, S, D, requires_grad=True)
+    head.ds_id = 0
+    for weight in head.parameters():
+        weight.ds_id, weight.ds_status = 0, SimpleNamespace(name="AVAILABLE")
+    return head, x
+
+
+def test_a_forward_of_a_sharded_heads_own() -> None:
+    """It stays where it is, and is called when logits are read."""
+    head, x = ds_head()
+    own = head.forward = lambda hidden: F.linear(hidden, head.weight, head.bias) * 3
+    found, expected = logits_of(head, x), own(x * 2)
+    assert vars(head)["forward"] is own
+    torch.testing.assert_close(found + 0, expected)
+    gradients = torch.autograd.grad(found.sin().sum(), [x, head.weight])
+    assert vars(head)["forward"] is own
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.sin().sum(), [x, head.weight]), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), nullcontext])
+def test_hooks_read_gradients_whatever_was_on_when_this_was_imported(mode: Callable) -> None:
+    spec = importlib.util.find_spec("seqtile.models.lazy_logits")
+    module = importlib.util.module_from_spec(spec)
+    with mode():
+        spec.loader.exec_module(module)
+    head, x = made()
+    seen = []
+    logits = module.lazy_logits(LogitsRecipe(x * 2, head))
+    logits.register_hook(lambda gradient: seen.append(gradient * 1))
+    logits.logsumexp(-1).sum().backward()
+    torch.testing.assert_close(seen[0], head(x * 2).softmax(-1))
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -146,7 +202,6 @@ CHANGES: dict[str, tuple[Callable, str]] = {
     "a step": (stepped, "the head's weight changed"),
     "data": (past_the_version, "the head's weight changed"),
     "hidden states": (hidden_changed, "the hidden states changed|modified by an inplace operation"),
-    "a hook": (lambda head, x: head.register_forward_hook(lambda *_: None), "the head's hooks"),
 }
 
 
@@ -256,9 +311,22 @@ def test_an_adapter_on_the_head(device: str) -> None:
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() and any("lm_head" in name for name in found[0])
     assert all(relative_error(found[1][name], found[0][name]) <= 1e-4 for name in found[0])
-    output = tiled(**batch)
-    with tiled.disable_adapter(), pytest.raises(RuntimeError, match="its adapters changed"):
-        output.logits.sum()
+    output, read = tiled(**batch), tiled(**batch).logits.sum()
+    tiled.get_submodule("base_model.model.lm_head").register_forward_hook(lambda *_: None)
+    with tiled.disable_adapter():
+        assert relative_error(output.logits.sum(), read) <= 1e-6, "of the forward's adapter, without the hook"
+
+
+@pytest.mark.parametrize("factor", [None, 1.1], ids=["leaves", "computed"])
+def test_logits_that_are_read_after_a_functional_call(factor: float | None) -> None:
+    untiled, ids, found = build("llama", num_hidden_layers=1), whole(60)["input_ids"], []
+    for model in (untiled, tiled_copy(untiled)):
+        weights = {name: p.detach().requires_grad_() for name, p in untiled.named_parameters()}
+        given = {name: weight * factor for name, weight in weights.items()} if factor else weights
+        output = torch.func.functional_call(model, given, (ids,))
+        output.logits.sin().mean().backward()
+        found.append({name: weight.grad for name, weight in weights.items()})
+    assert all(relative_error(found[1][name], gradient) <= 1e-5 for name, gradient in found[0].items())
 
 
 def head_flops(model: nn.Module, of: Callable[[], object]) -> int:

@@ -22,6 +22,16 @@ STEPS = {
     "scaled, biased, cast, cut": lambda x: (2 * x + torch.ones(1, V)).float()[:, 1:].contiguous(),
     "flattened": lambda x: x.view(-1, V),
     "scaled by name": lambda x: torch.mul(input=x, other=2.0),
+    "divided by name": lambda x: torch.div(input=x, other=3),
+    "biased by name": lambda x: torch.add(input=x, other=torch.arange(V).float()),
+    "capped by name": lambda x: torch.tanh(input=x / 5) * 5,
+    "reshaped by name": lambda x: torch.reshape(input=x, shape=(-1, V)),
+    "viewed by name": lambda x: x.view(size=(-1, V)),
+    "flattened by name": lambda x: torch.flatten(input=x, start_dim=0, end_dim=1),
+    "split by name": lambda x: torch.split(tensor=x, split_size_or_sections=2, dim=1)[1],
+    "split by a method": lambda x: x.split(split_size=2, dim=1)[0],
+    "unbound by name": lambda x: torch.unbind(input=x, dim=0)[1],
+    "cast by name": lambda x: x.to(dtype=torch.float64).to(dtype=torch.float32),
 }
 OTHER = {
     "capped twice": lambda x: (x / 5).tanh().tanh(),
@@ -38,6 +48,14 @@ READS = (
     lambda x: -x,
     lambda x: torch.cat([x, x]),
     lambda x: torch.cat(tensors=[x, x]),
+    lambda x: torch.softmax(input=x, dim=-1),
+    lambda x: F.log_softmax(input=x, dim=-1, dtype=torch.float64),
+    lambda x: torch.argmax(input=x, dim=-1),
+    lambda x: torch.add(input=x, other=torch.ones(V), alpha=2),
+    lambda x: torch.div(input=x, other=3, rounding_mode="floor"),
+    lambda x: torch.where(condition=torch.ones(V) > 0, input=x, other=0.0),
+    lambda x: x.float(memory_format=torch.contiguous_format),
+    lambda x: x.contiguous(memory_format=torch.contiguous_format),
 )
 
 

@@ -1,14 +1,15 @@
 """Apply, restore and status: on classes and on one model, before and after other libraries."""
 
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import CONFIG_MAPPING, LlamaForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama
 
 import seqtile
@@ -17,6 +18,11 @@ from seqtile.models import in_chunks, mlp
 from seqtile.models import layer as layers
 from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.first_step import outcome_of
+from seqtile.models.gathered import gathered
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.patch import apply
+from seqtile.models.placement import Options
+from seqtile.models.small import unfilled
 from support.assertions import unread
 from support.choice import every_value
 from support.tiny import (
@@ -294,6 +300,49 @@ def test_refused_losses() -> None:
     assert refused("model.loss_function is", model)
     seqtile.apply_seqtile(model, loss=False)
     assert seqtile.status(model).mlp.tiled == 2
+
+
+def tiles_by_groups(model_type: str, on_classes: bool) -> str | None:
+    """The error of a type whose attention is asked for in groups of heads; None if there is none."""
+    model = None if on_classes else unfilled(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())
+    try:
+        apply(model_type, model, Options(layer=True, head_groups="auto"))
+    except ValueError as error:
+        return str(error)
+    finally:
+        seqtile.restore(model_type if on_classes else model)
+    return None
+
+
+@pytest.mark.full("each type of Hugging Face's", but=("llama", "gpt_neox"))
+@pytest.mark.parametrize("model_type", model_types())
+def test_groups_of_heads_by_classes_are_refused_as_by_model(model_type: str) -> None:
+    try:
+        expected = tiles_by_groups(model_type, False)
+    except (TypeError, AttributeError, ImportError):
+        pytest.skip("its default config makes no model")
+    assert tiles_by_groups(model_type, True) == expected
+    assert model_type != "gpt_neox" or "attention by groups of heads reads its weights, and " in expected
+
+
+def test_marks_for_zero_3_are_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that DeepSpeed or the user set stay."""
+    of_deepspeed = ModuleType("deepspeed.runtime.zero.of_a_test")
+    monkeypatch.setitem(sys.modules, of_deepspeed.__name__, of_deepspeed)
+    exec("def gather(module, args): pass", vars(of_deepspeed))
+    model = build("llama")
+    before, (first, second) = snapshot(model), (layer.mlp for layer in model.model.layers)
+    seqtile.apply_seqtile(model)
+    second._z3_leaf = True
+    for mlp_ in (first, second):
+        mlp_.down_proj.weight.ds_id = 0
+        hook = mlp_.register_forward_pre_hook(of_deepspeed.gather)
+        gathered(mlp_, lambda x: x, torch.ones(1, 48))
+        hook.remove()
+        assert getattr(mlp_, "_z3_leaf", False)
+    seqtile.restore(model)
+    assert vars(second).pop("_z3_leaf") is True
+    assert snapshot(model) == before
 
 
 def autocast(model: nn.Module) -> None:

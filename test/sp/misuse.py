@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+import seqtile
 from seqtile import sp
+from sp import recurrences
 from sp.over_ranks import assert_same_step, context
 from sp.trainer import SequenceParallelTrainer, collate, model_of
 from sp.trainer import documents as samples
@@ -110,6 +112,44 @@ def by_hand() -> None:
     assert model(return_dict=False, **right, use_cache=False)[0].equal(loss)
     with pytest.raises(ValueError, match="and the rest by keyword"):
         model(right["input_ids"], None, right["position_ids"])
+
+
+def hooked_on_one_rank() -> None:
+    """A hook that changes what a rank sends is refused on every rank, and none waits; one on all ranks, or one that
+    changes nothing that is sent, is not."""
+    ctx, group = context(), {"layer": True, "head_groups": 2, "chunk_tokens": 16, "check": False}
+    for arch, options, name, changes in (
+        ("deepseek_v3", None, "kv_b_proj", True),
+        ("llama", group, "q_proj", True),
+        ("llama", group | {"head_groups": None}, "q_proj", False),
+        ("llama", None, "q_proj", False),
+    ):
+        for batches in ("cut", "whole"):
+            model = recurrences.build(arch) if name == "kv_b_proj" else build(arch, num_key_value_heads=4)
+            sp.apply_ulysses(model, ctx, batches=batches)
+            if options is not None:
+                seqtile.apply_seqtile(model, **options)
+            batch = batch_of(0) if batches == "whole" else sp.shard(batch_of(0), ctx)
+            loss = model(**batch, use_cache=False).loss.detach()
+            attention = model.model.layers[1].self_attn
+
+            def hooked(rank: int, attention: nn.Module = attention, name: str = name) -> object:
+                seen = getattr(attention, name)
+                return seen.register_forward_hook(lambda *_: None) if ctx.rank == rank else None
+
+            handles = [hooked(1)]
+            if changes:
+                for _ in range(2):
+                    with pytest.raises(ValueError, match=r"compute (model\.)?layers\.1\S* in different ways, \["):
+                        model(**batch, use_cache=False)
+            else:
+                assert torch.allclose(model(**batch, use_cache=False).loss, loss, rtol=1e-5)
+            handles.append(hooked(0))
+            if options != group:
+                assert torch.allclose(model(**batch, use_cache=False).loss, loss, rtol=1e-5)
+            for handle in filter(None, handles):
+                handle.remove()
+            assert model(**batch, use_cache=False).loss.equal(loss)
 
 
 def after_a_failure() -> None:

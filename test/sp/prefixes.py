@@ -26,15 +26,17 @@ Batch = dict[str, Tensor]
 
 def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, left: bool = False) -> Batch:
     """Rows of several prompts with completions of unequal lengths, one pair of which shares 6 more tokens. Padding
-    after completions and, if `left`, before every second prompt's rows."""
+    after completions and, if `left`, before every second prompt's rows; all tokens then have labels, so that padding
+    predicts the first."""
     ids = torch.randint(5, VOCAB, (prompts * rows, shared + own))
     mask, labels = torch.ones_like(ids), ids.clone()
-    labels[:, :shared] = -100
+    labels[:, : 0 if left else shared] = -100
     ids[:, 0] = ids[:, shared] = ids[:, shared + 6] = torch.randperm(VOCAB - 5)[: len(ids)] + 5  # which part rows
     for first in range(0, len(ids), rows):
         ids[first : first + rows, :shared] = ids[first, :shared].clone()
         if left and first % (2 * rows):
             mask[first : first + rows, :9] = 0
+            labels[first : first + rows, :9] = -100
     ids[1, shared : shared + 6] = ids[0, shared : shared + 6]
     for row in range(len(ids)):
         if cut := 3 * (row % 4):
@@ -119,6 +121,8 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
     ctx = context()
     torch.manual_seed(1)
     one = recurrences.build(arch) if arch in recurrences.FAMILIES else build(arch, num_key_value_heads=1)
+    if implementation == "eager":  # gives padding other values than the rest
+        one.set_attn_implementation("eager")
     many, batch = copy.deepcopy(one), groups(left=True)
     expected = by_first_rank(loss_and_gradients, one, **batch)
     many.config._attn_implementation = implementation or one.config._attn_implementation
@@ -139,8 +143,10 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
     times = 4 if arch in recurrences.FAMILIES else 2  # a recurrence's chunks start where documents do
     assert_same_gradients(many, expected[1], step, one, f"{arch} {options} {implementation}", times)
     tokens = len(tokens_of(batch))
-    assert saved(many) == (batch["attention_mask"].sum() - tokens, batch["input_ids"].numel())
-    if ctx.size > 1 and arch == "llama":  # a layer sends only the tree's tokens
+    by_rows = asked == "eager" and arch != "gpt_oss"  # with padding on the left
+    assert saved(many) == (0 if by_rows else batch["attention_mask"].sum() - tokens, batch["input_ids"].numel())
+    if ctx.size > 1 and arch == "llama" and not by_rows:  # a layer sends only the tree's tokens
+        tokens += 3  # of padding
         per_token = traffic.sent[0] / (-(-tokens // ctx.size) * one.config.head_dim * 4)
         assert per_token <= one.config.num_attention_heads + 2 * ctx.size
     log_probs = by_first_rank(lambda: own_loss(one, batch).detach())
@@ -149,7 +155,7 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
         return  # Hugging Face asks whether it is installed
     sp.restore(many)
     with torch.no_grad():
-        assert torch.allclose(many(**batch).loss, expected[0], rtol=1e-5) and saved(many)[0] > 0
+        assert torch.allclose(many(**batch).loss, expected[0], rtol=1e-5) and (saved(many)[0] > 0) != by_rows
     seqtile.restore(many)
     assert SHARDED not in vars(many) and many.config._attn_implementation == asked
 

@@ -48,6 +48,7 @@ NOT_SPREAD: dict[str, tuple[dict, str]] = {  # models that mix tokens in other w
     "deepseek_v32": (_INDEXED, "DeepseekV32ForCausalLM has indexed_attention"),
     "glm_moe_dsa": (_INDEXED, "GlmMoeDsaForCausalLM has indexed_attention"),
     "mamba": (_MAMBA, "MambaForCausalLM has MambaMixer, whose recurrence is not known"),
+    "doge": (_SMALL, "DogeForCausalLM has masks that its layers make"),
     "t5": (_T5, "T5ForConditionalGeneration has an encoder"),
     "bert": (_TINY | {"intermediate_size": 16}, "the attention of BertForMaskedLM is not causal"),
     "roberta": (_ROBERTA, "RobertaForCausalLM makes its own position_ids"),
@@ -216,6 +217,7 @@ def refusals() -> None:
     assert (alone.rank, alone.size, alone.data_parallel_rank, alone.data_parallel_size) == (0, 1, rank, 2)
     with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
         sp.initialize(mesh=mesh)
+    meshes()
 
     model, batch = build("llama"), batch_of(1, 60)
     for function in (lambda model: sp.apply_ulysses(model, ctx), sp.restore):
@@ -286,6 +288,57 @@ def refusals() -> None:
     assert copied(**batch).loss.isfinite(), "whole again"
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
+
+
+def meshes() -> None:
+    """Which ranks share a sequence, and which draw other samples, by the names of a mesh's axes."""
+    rank = dist.get_rank()
+    for names, shape, part, expected in (
+        (("tp", "sp"), (2, 1), "sp", (0, 1, 0, 1)),
+        (("pp", "dp_replicate", "cp"), (2, 1, 1), "cp", (0, 1, 0, 1)),
+        (("tp", "sp"), (1, 2), "sp", (rank, 2, 0, 1)),
+        (("dp_replicate", "dp_shard", "sp", "tp"), (1, 2, 1, 1), "sp", (0, 1, rank, 2)),
+        (("cp",), (2,), "cp", (rank, 2, 0, 1)),
+    ):
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        ctx = sp.initialize(mesh=mesh[part])
+        assert (ctx.rank, ctx.size, ctx.data_parallel_rank, ctx.data_parallel_size) == expected, names
+        labels = torch.tensor([[1, 2, -100]])
+        assert sp.count_items([{"shift_labels": labels}], ctx) == 2 * ctx.size
+    for names, part in (
+        (("replicas", "sp"), "sp"),
+        (("dp", "tp"), "tp"),
+        (("cp", "sp"), "sp"),
+        (("dp", "ranks"), "ranks"),
+    ):
+        mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+        with pytest.raises(ValueError, match=rf"got '{part}' of {', '.join(names)}; name the axes"):
+            sp.initialize(mesh=mesh[part])
+    unnamed = sp.initialize(mesh=dist.init_device_mesh("cpu", (2,)))
+    assert (unnamed.size, unnamed.data_parallel_size) == (2, 1)
+
+
+def another_attention() -> None:
+    """One chosen with set_attn_implementation after `apply_ulysses` computes the next forward, and stays after
+    `restore`. sdpa and eager attention give padding other values, which these labels read."""
+    ctx, model, batch = context(), build("mistral", sliding_window=20), batch_of(2, 60)
+    place = torch.arange(60)
+    batch["attention_mask"] = ((place >= torch.tensor([[0], [7]])) & (place < torch.tensor([[60], [31]]))).long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    for batches in ("cut", "whole"):
+        ours = copy.deepcopy(model)
+        sp.apply_ulysses(ours, ctx, batches=batches)
+        for name in ("eager", "sdpa", "sdpa", "eager"):
+            expected = copy.deepcopy(model)
+            expected.set_attn_implementation(name)
+            (ours.model if batches == "whole" else ours).set_attn_implementation(name)
+            for _ in range(2):
+                loss = ours(**batch if batches == "whole" else sp.shard(batch, ctx)).loss
+                loss = sp.reduce_loss(loss, ctx) if batches == "cut" else loss
+                assert relative_error(loss.detach(), expected(**batch).loss.detach()) <= 1e-5, (batches, name)
+        ours.set_attn_implementation("sdpa")
+        sp.restore(ours)
+        assert ours.config._attn_implementation == "sdpa"
 
 
 def refused_models(ctx: sp.SequenceParallel, match: str = "", **options: object) -> None:

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BartConfig, BartForCausalLM
 
 import seqtile
+from seqtile.models.model_types import model_classes
+from seqtile.models.small import small_model
 from seqtile.protocols import SHARDED
 from seqtile.sp import backends, segments
 from seqtile.sp.all_to_all import rank_heads
@@ -43,6 +45,7 @@ from support.assertions import relative_error
 from support.choice import every_value
 from support.measure import LiveBytes
 from support.tiny import OLDEST, build, checkpointing, loss_and_gradients
+from support.type_table import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,10 +88,13 @@ def test_a_tree(batch: dict[str, Tensor]) -> None:
     if isinstance(tree, str):
         assert mask.sum() == len(nodes) and tree.startswith("no two rows begin alike")
         return
-    assert len(tree.taken) == len(nodes) == mask.sum() - tree.saved
+    first = mask.argmax(1)
+    assert len(tree.taken) == len(nodes) + (first > 0).sum() and len(nodes) == mask.sum() - tree.saved
     assert rows_again(tree, ids).where(mask > 0, 0).equal(ids * mask)
     positions = tree.flat(batch)["position_ids"][0]
     assert positions[tree.places].where(mask > 0, 0).equal(torch.arange(ids.shape[1]) * mask)
+    kept = (first > 0).nonzero().squeeze(1)  # the padding before the first token of these rows
+    assert tree.taken[tree.places[kept, first[kept] - 1]].equal(kept * ids.shape[1] + first[kept] - 1)
     seen = path_mask(len(nodes), tree.documents, tree.parents)
     for row in range(len(ids)):
         path = tree.places[row][mask[row] > 0]
@@ -209,12 +215,15 @@ def test_a_step(arch: str, options: dict | None, left: bool, reentrant: bool | N
         plain.set_experts_implementation("eager")  # the grouped product does not support float64
     # Hugging Face's eager attention computes softmax in float32, where float64's smallest number is -inf: NaN for
     # padding
+    if arch == "gemma2":
+        batch["labels"][3:, 9] = -100  # which padding on the right does not predict
     truth = step(copy.deepcopy(plain).double(), padded_right(batch) if arch == "gemma2" else batch)
     ours = sharing(plain, options=options)
     for model in (plain, ours):
         checkpointing(model, reentrant)
     assert_as_exact(step(ours, batch), step(plain, batch), truth)
-    assert saved(ours)[0] == batch["attention_mask"].sum() - len(tokens_of(batch))
+    by_rows = arch == "gemma2" and left  # eager attention
+    assert saved(ours)[0] == (0 if by_rows else batch["attention_mask"].sum() - len(tokens_of(batch)))
 
 
 @pytest.mark.full("a few seconds each", but=("qwen3_next", "mamba2", "gpt_oss", "kimi_linear"))
@@ -350,6 +359,62 @@ def test_values_of_tokens() -> None:
         (read + output.aux_loss).backward()
     for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None) and (a.grad is None or relative_error(a.grad, b.grad) <= 1e-5), name
+
+
+PADDED = {  # the first token of each row
+    "none": (0,) * 6,
+    "equal": (7,) * 6,
+    "of each prompt": (4, 4, 4, 9, 9, 9),
+    "unequal": (0, 5, 5, 5, 8, 1),
+}
+
+
+@pytest.mark.parametrize("told", ["mask", "positions", "both"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_labels_of_all_tokens(implementation: str, told: str) -> None:
+    """A shifted loss predicts a row's first token from the padding before it, which is as without sharing."""
+    plain = build("llama", attn_implementation=implementation)
+    ours = sharing(plain)
+    for name, starts in PADDED.items():
+        for first_is_masked in (False, True):
+            batch = groups()
+            first, place = torch.tensor(starts)[:, None], torch.arange(54)
+            batch["attention_mask"] *= place >= first
+            mask = batch["attention_mask"] > 0
+            batch["labels"] = batch["input_ids"].where(mask & (place >= first + first_is_masked), -100)
+            if told != "mask":
+                batch["position_ids"] = (place - first).where(place >= first, place)
+            if told == "positions":
+                del batch["attention_mask"]
+            shares = told != "positions" or name == "none"
+            shares &= implementation == "sdpa" or name == "none"
+            for mine, theirs in zip(step(ours, batch), step(plain, batch), strict=True):
+                assert relative_error(mine, theirs) <= 1e-5, (name, first_is_masked)
+            assert (saved(ours)[0] > 0) == shares, (name, seqtile.status(ours).prefixes)
+
+
+def test_another_attention_afterwards() -> None:
+    """One chosen with set_attn_implementation computes the next forward, and stays after `restore`. sdpa and eager
+    attention give padding other values, which these labels read."""
+    plain, batch = build("llama"), groups(left=True)
+    ours = sharing(plain)
+    for name in ("eager", "sdpa", "flex_attention", "eager"):
+        expected = copy.deepcopy(plain)
+        expected.set_attn_implementation("sdpa" if name == "flex_attention" else name)  # which has no backward on a CPU
+        for model in (ours, ours.model) if name == "sdpa" else (ours,):
+            model.set_attn_implementation(name)
+            for mine, theirs in zip(step(ours, batch), step(expected, batch), strict=True):
+                assert relative_error(mine, theirs) <= 1e-5, name
+            assert (saved(ours)[0] > 0) == (name != "eager")
+    ours.set_attn_implementation("sdpa")
+    seqtile.restore(ours)
+    assert ours.config._attn_implementation == "sdpa"
+    seqtile.share_prefixes(ours, 4)
+    ours.config._attn_implementation = "of squares"
+    with pytest.raises(ValueError, match="'of squares' has no mask function"):
+        step(ours, batch)
+    ours.set_attn_implementation("sdpa")
+    assert step(ours, batch)[0].isfinite() and saved(ours)[0] > 0
 
 
 def test_undone() -> None:
@@ -530,6 +595,14 @@ def test_refused() -> None:
     bart = BartForCausalLM(BartConfig(vocab_size=99, d_model=16, decoder_layers=1, decoder_attention_heads=2))
     with pytest.raises(ValueError, match="makes its own position_ids"):
         seqtile.share_prefixes(bart)
+    for model_type, named in (
+        ("doge", "DogeModel has masks that"),
+        ("mllama", "MllamaForCausalLM has cross-attention"),
+    ):
+        model = small_model(model_classes(model_type)[0], config_of(model_type))
+        with pytest.raises(ValueError, match=named):
+            seqtile.share_prefixes(model)
+        assert SHARDED not in vars(model)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["leaf", "moved"])

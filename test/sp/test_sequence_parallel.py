@@ -132,8 +132,8 @@ def test_batches_that_are_not_the_shards_of_one(pool: Pool, name: str) -> None:
     pool.run(misuse.mixed_up, name)
 
 
-SINGLE = (worker.axes, post_training.preferences, recurrences.halves, steps.refusals)
-SINGLE += (misuse.by_hand, misuse.after_a_failure, misuse.reduced_twice)
+SINGLE = (worker.axes, post_training.preferences, recurrences.halves, steps.refusals, steps.another_attention)
+SINGLE += (misuse.by_hand, misuse.hooked_on_one_rank, misuse.after_a_failure, misuse.reduced_twice)
 
 
 @OF_TWO

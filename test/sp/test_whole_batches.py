@@ -132,7 +132,7 @@ def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
 
 
 SINGLE = (images.seldom_read, images.not_dealt, whole.refused)
-SINGLE += (prefixes.other_batches, trl_over_ranks.unseen)
+SINGLE += (whole.head_of_its_own, prefixes.other_batches, trl_over_ranks.unseen)
 
 
 @OF_TWO

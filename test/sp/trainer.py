@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -27,6 +28,13 @@ def documents() -> list[dict[str, torch.Tensor]]:
         labels[: 3 + 2 * (i % 8)] = -100
         rows.append({"input_ids": ids, "labels": labels})
     return rows
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The documents in order, from a data set without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(documents())
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -81,7 +89,11 @@ def trainer(
     common |= dict(use_cpu=True, disable_tqdm=True, seed=1, data_seed=7)
     arguments = TrainingArguments(output, **common, **options)
     recorded = Recorded()
-    data = {"train_dataset": documents(), "eval_dataset": documents(), "data_collator": collate}
+    data = {
+        "train_dataset": Stream() if "max_steps" in options else documents(),
+        "eval_dataset": documents(),
+        "data_collator": collate,
+    }
     data["callbacks"] = [recorded]
     if ctx is None:
         return Trainer(model_of(name), arguments, **data), recorded
@@ -118,8 +130,9 @@ def evaluated_by_hand(model: nn.Module, batch_size: int, processes: int) -> floa
     return sum(losses) / len(losses)
 
 
-Run = tuple[list[float], dict[int, float], torch.Tensor]
-"""Losses, evaluations by batch size, and the weights after each update."""
+Run = tuple[list[float], dict[int, float], torch.Tensor, torch.Tensor]
+"""Losses, evaluations by batch size, and the weights after each update; those after each update on a stream."""
+STREAMED = {"max_steps": SAMPLES // ACCUMULATE, "save_strategy": "no"}
 
 
 def one_process(name: str) -> Run:
@@ -127,13 +140,16 @@ def one_process(name: str) -> Run:
     with tempfile.TemporaryDirectory() as output:
         run, recorded = trainer(output, name, ACCUMULATE, None)
         run.train()
-        return losses_of(run), {size: evaluate(run, size) for size in (2, 5)}, torch.stack(recorded.weights)
+        streaming, streamed = trainer(output, name, ACCUMULATE, None, **STREAMED)
+        streaming.train()
+        evaluated = {size: evaluate(run, size) for size in (2, 5)}
+        return losses_of(run), evaluated, torch.stack(recorded.weights), torch.stack(streamed.weights)
 
 
 def train(expected: Run, size: int, name: str) -> None:
-    """Every update equals that of one process, also when resumed in the middle of an epoch."""
+    """Every update equals that of one process, also when resumed in the middle of an epoch, and on a stream."""
     ctx = context(size)
-    losses, evaluated, weights = expected
+    losses, evaluated, weights, streamed = expected
     shared = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
     accumulate = ACCUMULATE // ctx.data_parallel_size
@@ -150,12 +166,15 @@ def train(expected: Run, size: int, name: str) -> None:
     resumed, again = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
     resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-3")  # an epoch has two updates
     check(again.weights, weights[3:], start, losses_of(resumed), losses)
+    streaming, found = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo", **STREAMED)
+    streaming.train()
+    assert_same_weights(found.weights, streamed, start)
 
 
 def train_zero3(expected: Run, size: int) -> None:
     """Under DeepSpeed, as Trainer starts it."""
     ctx = context(size)
-    losses, _, weights = expected
+    losses, _, weights, _ = expected
     config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "gradient_clipping": "auto"}
     config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
@@ -170,8 +189,12 @@ def train_zero3(expected: Run, size: int) -> None:
 def check(
     found: list[torch.Tensor], weights: torch.Tensor, start: torch.Tensor, losses: list[float], expected: list[float]
 ) -> None:
-    assert len(found) == len(weights) and len(losses) == len(expected) == EPOCHS * SAMPLES // ACCUMULATE
+    assert len(losses) == len(expected) == EPOCHS * SAMPLES // ACCUMULATE
+    assert_same_weights(found, weights, start)
+    assert all(abs(a / b - 1) <= 1e-4 for a, b in zip(losses, expected, strict=True)), json.dumps([losses, expected])
+
+
+def assert_same_weights(found: list[torch.Tensor], weights: torch.Tensor, start: torch.Tensor) -> None:
     for step, (ours, theirs) in enumerate(zip(found, weights, strict=True)):
         error = (ours - theirs).norm() / (theirs - start).norm()
         assert error <= 1e-4, f"update {step} is {error:.1e} off"
-    assert all(abs(a / b - 1) <= 1e-4 for a, b in zip(losses, expected, strict=True)), json.dumps([losses, expected])

@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForSequenceClassification
 
 import seqtile
+from distributed.worker import fsdp2
 from seqtile import sp
 from seqtile.sp.token_shard import TokenShard
 from sp import steps
 from sp.attentions import install
 from sp.cases import WRAPPED, batch_of_kind
 from sp.over_ranks import Traffic, assert_same_step, by_first_rank, context
+from support.assertions import relative_error
 from support.measure import LiveBytes
 from support.tiny import build, checkpointing, config_of, loss_and_gradients
 
@@ -288,6 +290,10 @@ def read() -> None:
             assert isinstance(hidden, TokenShard) and hidden.shape == (2, 37, 48) and "on this rank" in repr(hidden)
             half = hidden[:, 3:20].bfloat16().float() * 2
             assert half.shape == (2, 17, 48) and half.dtype == torch.float32 and half.device == hidden.device
+            plain = torch.zeros(2, 37, 48)
+            for same in (hidden.view_as(plain), hidden.expand_as(hidden), hidden.reshape_as(hidden)):
+                assert isinstance(same, TokenShard) and same.shape == hidden.shape
+            assert plain.view_as(hidden).equal(plain)
         assert not any(collectives.values())
         with counted() as collectives:
             last = hidden[:, -1] + 0
@@ -306,6 +312,23 @@ def read() -> None:
         with pytest.raises(ValueError, match=r"expected values of the tokens \[2, 37\], got \[37, 2\]"):
             seqtile.linear_cross_entropy(hidden, model.lm_head.weight, batch["labels"].T)
     assert len(logits.tolist()) == 2
+
+
+def head_of_its_own() -> None:
+    """A head that FSDP2 shards by itself, whose hooks return views of what they get: no rank gathers all tokens."""
+    ctx, one, batch = context(), build("llama", tie_word_embeddings=False), padded_batch()
+    many = copy.deepcopy(one)
+    expected = by_first_rank(by_one, own_loss, one, batch)
+    sp.apply_ulysses(many, ctx, batches="whole")
+    wrapped, _ = fsdp2(many, head=True)
+    with counted() as collectives:
+        loss = own_loss(wrapped, batch)
+    loss.backward()
+    rows, length = batch["input_ids"].shape
+    assert collectives["gathered bytes"] <= 200 + 9 * rows * length, "hashes, positions and a mask"
+    assert relative_error(loss.detach(), expected[0]) <= 1e-5
+    for name, parameter in wrapped.named_parameters():
+        assert relative_error(parameter.grad.full_tensor(), expected[1][name]) <= 1e-5, name
 
 
 def sent_bytes() -> None:

@@ -248,9 +248,10 @@ def _install_look_up() -> None:
         return
 
     def get_interface(name: str, default: Callable) -> Callable:
-        found = find(name, default)
         if torch.compiler.is_compiling() or (instead := _instead.get()) is None:
-            return found
+            return find(name, default)
+        with _attention_function(None):  # of two threads that came here first, each has replaced it
+            found = find(name, default)
         return instead(found)
 
     get_interface._seqtile = True
@@ -258,7 +259,7 @@ def _install_look_up() -> None:
 
 
 @contextmanager
-def _attention_function(instead: Callable[[Callable], Callable]) -> Iterator[None]:
+def _attention_function(instead: Callable[[Callable], Callable] | None) -> Iterator[None]:
     """Makes layers that this thread runs use instead(function) as their attention function. Enter it inside what a
     backward calls again, since autograd's threads inherit nothing."""
     token = _instead.set(instead)

@@ -70,7 +70,7 @@ def loss_and_gradients(
     name, returned, loss = _returned(output, inputs.get("attention_mask"))
     wanted = dict(leaves)
     wanted |= {f"the embeddings' output {i}".removesuffix(" 0"): x for i, x in enumerate(embedded) if x.requires_grad}
-    in_half = precision_of(next(iter(embedded), loss)) == torch.finfo(torch.float16).eps
+    in_half = torch.float16 in _dtypes(next(iter(embedded), loss))
     found: Sequence[torch.Tensor | None] = []
     if loss.requires_grad and wanted:
         with without_hooks(leaves.values()), ExitStack() as hooks:
@@ -102,14 +102,18 @@ def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient + gradient  # none comes of a leaf that has a main_grad
 
 
-def precision_of(tensor: torch.Tensor) -> float:
-    """Returns the distance from 1 to the next number in which products of this tensor are computed."""
+def precision_of(*tensors: torch.Tensor | None) -> float:
+    """Returns the distance from 1 to the next number, in the coarsest dtype that one of the tensors has or that its
+    products are computed in. Numbers of a byte are a way to store them."""
+    given = [tensor for tensor in tensors if tensor is not None and tensor.itemsize > 1 and tensor.is_floating_point()]
+    in_tf32 = torch.backends.cuda.matmul.allow_tf32 and any(each.is_cuda and each.itemsize == 4 for each in given)
+    return max(2.0**-10 * in_tf32, *(torch.finfo(dtype).eps for tensor in given for dtype in _dtypes(tensor)))
+
+
+def _dtypes(tensor: torch.Tensor) -> set[torch.dtype]:
+    """Returns the dtype of a tensor, and under autocast that of its products."""
     kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.finfo(torch.get_autocast_dtype(kind)).eps
-    if kind == "cuda" and tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-10
-    return torch.finfo(tensor.dtype).eps
+    return {tensor.dtype} | ({torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set())
 
 
 def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> Difference | None:

@@ -13,12 +13,14 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.models.mlp import is_mxfp4, num_experts
+from seqtile.models.stand_in import without_stand_ins
 from seqtile.models.weights import own_weights
 
 # Arguments that tell of other tokens, or more:
 _OF_A_SEQUENCE = re.compile(r"mask|cache|past|position|state|layer|head")
 
 
+@without_stand_ins
 def head_of(model: nn.Module) -> nn.Module | None:
     """Returns a model's head over a vocabulary; None if it has none."""
     return getattr(model, "get_output_embeddings", lambda: None)()

@@ -22,12 +22,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from seqtile.declared import is_declared, tokenwise
 from seqtile.models.difference import STATES_NAME, Difference, brief, difference, precision_of
-from seqtile.models.hooks import is_known
 from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
+from seqtile.models.trial_state import UsersState
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
@@ -64,8 +65,8 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     if made_of is not None and made_of.still_is(model):
         return
     # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
-    with_hooks = not run_together(model)
-    made_of = _MadeOf(model, with_hooks)
+    with_declared = not run_together(model)
+    made_of = _MadeOf(model, with_declared)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     reason = _not_comparable(model, tensors, kwargs)
     if reason is None:
@@ -79,7 +80,7 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     vars(model)[OUTCOME] = (made_of, outcome)
     for inside in tiled_modules(model) if reason is None else ():
         if isinstance(inside, PreTrainedModel) and inside is not model:  # the model below the head, compared with it
-            vars(inside)[OUTCOME] = (_MadeOf(inside, with_hooks), outcome)
+            vars(inside)[OUTCOME] = (_MadeOf(inside, with_declared), outcome)
     logger.info(f"seqtile's first step: {outcome}")
 
 
@@ -97,36 +98,36 @@ def outcome_of(model: nn.Module) -> str | None:
 
 class _MadeOf:
     """What a model is made of, as far as the comparison depends on it: modules, their classes and forwards, adapters,
-    the number of hooks, if `with_hooks`. Compared without a walk; the model itself is not held, which holds this."""
+    and if `with_declared` what users have declared (their other hooks are left out of it). Compared without a walk; the
+    model itself is not held, which holds this."""
 
-    def __init__(self, model: nn.Module, with_hooks: bool):
+    def __init__(self, model: nn.Module, with_declared: bool):
         self._inside = [module for module in model.modules() if module is not model]
         self._owned = [vars(module) for module in self._inside]
         owned = [vars(model), *self._owned]
         self._children = [own["_modules"] for own in owned]
-        kinds = ("_forward_hooks", "_forward_pre_hooks") if with_hooks else ()
-        self._hooks = [own[name] for own in owned for name in kinds]
+        kinds = ("_forward_hooks", "_forward_pre_hooks") if with_declared else ()
+        self._hooks, self._with_declared = [own[name] for own in owned for name in kinds], with_declared
         self._seen = [list(each) if isinstance(each, list) else each for each in self._now(model)]
-        self._counts, self._of_users = list(map(len, self._hooks)), self._users_hooks()
+        self._counts, self._declared = list(map(len, self._hooks)), self._declared_hooks()
 
     def still_is(self, model: nn.Module) -> bool:
         if self._now(model) != self._seen:
             return False
         if (counts := list(map(len, self._hooks))) != self._counts:
-            # transformers adds hooks of its own when a forward first collects outputs, such as an image's features
-            if self._users_hooks() != self._of_users:
+            if self._declared_hooks() != self._declared:
                 return False
             self._counts = counts
         return True
 
-    def _users_hooks(self) -> list[int]:
-        return [sum(not is_known(hook) for hook in hooks.values()) for hooks in self._hooks]
+    def _declared_hooks(self) -> list[int]:
+        return [sum(map(is_declared, hooks.values())) for hooks in self._hooks]
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *self._owned]
         attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS))
         children = map(dict.values, self._children)
-        own = (type(model), *map(type, self._inside))
+        own = (type(model), *map(type, self._inside), tokenwise.__globals__["latest"] if self._with_declared else None)
         return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]
 
     def __reduce__(self) -> tuple:
@@ -135,13 +136,18 @@ class _MadeOf:
 
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict, ranks: Ranks) -> str:
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
-    full, placed = options.check == "full", tiled_modules(model)
+    full, placed, users = options.check == "full", tiled_modules(model), UsersState(model)
+    if ranks.any(bool(users.lost)):
+        lost = "; ".join(users.lost) or "on another rank a module may keep state"
+        return f"{_UNCOMPARED}: {lost}; declare it with seqtile.tokenwise, or keep its state in buffers"
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
-        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks).run
+        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks, users).run
         untiled = run(tiled={})
-        eps = max(precision_of(x) for x in (next(model.parameters()), *untiled.values()) if x is not None)
+        dtypes = {getattr(module, "compute_dtype", None) for module in model.modules()}  # of quantised layers
+        in_layers = [torch.empty(0, dtype=dtype) for dtype in dtypes if isinstance(dtype, torch.dtype)]
+        eps = precision_of(*model.parameters(), *untiled.values(), *in_layers)
         nudged = run(tiled={}, nudge=eps)
     except Exception as error:  # whatever the model's own code raises for so short a batch
         return f"{_UNCOMPARED}: the untiled model fails on a few tokens of it ({brief(error)})"

@@ -13,9 +13,10 @@ gradients of such a leaf by a hook on its backward: inside of a larger part that
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from seqtile.models.hooks import defining_path, innermost
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
 _OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered
 _LEAF = "_z3_leaf"  # what DeepSpeed reads at every call of a module
+_MARK = "of seqtile"  # its value on modules marked here; True on DeepSpeed's own
 
 
 class _Hook(NamedTuple):
@@ -61,7 +63,7 @@ def gathered(
     around = _sharded_inside(module)
     if any(_is_of(hook, _OF_DEEPSPEED) for hook in module._forward_pre_hooks.values()):
         if chunked and not vars(module).get(_LEAF):
-            setattr(module, _LEAF, True)
+            setattr(module, _LEAF, _MARK)
             called = False  # its call has begun, without knowing that
         if not called:
             around = [module]
@@ -69,7 +71,7 @@ def gathered(
         around = [module, *around]
     around += [each for each in module.modules() if each is not module and _of_a_leaf(each)]
     for each in reversed(around):
-        function = _inside_hooks(each, function)
+        function = _inside_hooks(each, function, casts=each is module and not chunked)
     if not chunked:
         return function(*tensors)
     token = _in_loop.set([hook for inside in module.modules() for hook in _silenced(inside)])
@@ -77,6 +79,19 @@ def gathered(
         return function(*tensors)
     finally:
         _in_loop.reset(token)
+
+
+def unmark_leaves(model: nn.Module) -> None:
+    """Takes the marks off the modules of a model that `gathered` marked for ZeRO-3."""
+    for module in model.modules():
+        if vars(module).get(_LEAF) == _MARK:
+            delattr(module, _LEAF)
+
+
+def inside_call(module: nn.Module, function: Callable, *tensors: torch.Tensor) -> Any:
+    """Returns function(*tensors), which reads a module's weights or calls its forward, inside the module's own call:
+    between the hooks that gather the weights and handle their gradients."""
+    return gathered(module, function, *tensors, chunked=False, called=False)
 
 
 def hooks_in_loop() -> list[_Hook] | None:
@@ -115,13 +130,15 @@ def _is_of(hook: Callable, *whose: str) -> bool:
     return defining_path(innermost(hook)).startswith(whose)
 
 
-def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
-    """Returns `function`, called between those hooks of a module that gather, as `module(*args)` calls its forward."""
+def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callable:
+    """Returns `function`, called between those hooks of a module that gather, as `module(*args)` calls its forward.
+    Without `casts`, FSDP2's hooks do not cast: the dtypes around `function` are not the module's own."""
+    as_called = nullcontext if casts or not isinstance(module, FSDPModule) else partial(_without_casts, module)
 
     def between(*args: torch.Tensor) -> Any:
         for key, hook in [*module._forward_pre_hooks.items()]:
             if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
-                with _without_casts(module):
+                with as_called():
                     with_kwargs = key in module._forward_pre_hooks_with_kwargs
                     changed = hook(module, args, {}) if with_kwargs else hook(module, args)
                 args = args if changed is None else changed[0] if with_kwargs else changed
@@ -134,7 +151,7 @@ def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
         output = function(*args)
         for hook in [*module._forward_hooks.values()]:
             if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
-                with _without_casts(module):
+                with as_called():
                     changed = hook(module, args, output)
                 output = output if changed is None else changed
         return around.setup_output_hook(output) if backward else output
@@ -143,11 +160,7 @@ def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
 
 
 @contextmanager
-def _without_casts(module: nn.Module) -> Iterator[None]:
-    """Stops FSDP2's hooks on a module from casting: the dtypes around it are not the module's own."""
-    if not isinstance(module, FSDPModule):
-        yield
-        return
+def _without_casts(module: FSDPModule) -> Iterator[None]:
     state = module._get_fsdp_state()
     policy = state._mp_policy
     state._mp_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)

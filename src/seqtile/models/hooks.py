@@ -1,9 +1,11 @@
 """Hooks on modules: which of them are known, by where they were written.
 
-harmless  only watches, or gathers parameters: a module with it may be read instead of called
-known     a listed library's or seqtile's: may be called once a chunk
-declared  a user's, marked by `seqtile.tokenwise`: the same
-unknown   any other: the part of the model around it is not tiled
+    harmless  only watches, or gathers parameters: a module with it may be read instead of called
+    known     a listed library's or seqtile's: may be called once a chunk
+    declared  a user's, marked by `seqtile.tokenwise`: the same
+    unknown   any other: the part of the model around it is not tiled
+
+A hook is recognised by its code, never by a name that it may give itself.
 """
 
 import sys
@@ -35,8 +37,6 @@ _RECORDING = "transformers.utils.output_capturing."
 _KNOWN = (
     *_HARMLESS,
     _RECORDING,
-    "torch.nn.parallel.distributed.DistributedDataParallel.",
-    "torch.distributed._composable.replicate.",
     "torch.distributed._composable.checkpoint_activation.",
     "transformers.modeling_utils.PreTrainedModel.enable_input_require_grads.",
     "peft.mixed_model._prepare_model_for_gradient_checkpointing.",
@@ -46,7 +46,6 @@ _KNOWN = (
     "deepspeed.profiling.flops_profiler.profiler.",
     "trl.models.activation_offloading.get_act_offloading_ctx_manager.",
     "wandb.integration.torch.wandb_torch.",
-    "seqtile.models.",
     "seqtile.offload.",
     "seqtile.sp.",
 )
@@ -89,10 +88,8 @@ def _written_in(hook: Callable) -> str:
 def innermost(function: Any) -> Any:
     """Returns the function inside partials, bound methods, and torch's and DeepSpeed's wrappers around their hooks."""
     while True:
-        if isinstance(function, partial):
-            function = function.func
-            continue
-        function = getattr(function, "__func__", function)
+        while (inner := getattr(function, "func" if isinstance(function, partial) else "__func__", None)) is not None:
+            function = inner
         package = getattr(function, "__globals__", {}).get("__name__")
         if package == "torch._dynamo.eval_frame" and hasattr(function, "__wrapped__"):
             function = function.__wrapped__

@@ -1,24 +1,24 @@
 """Runs the forward of modules that cannot be fused, once per chunk.
 
-The backward runs the modules again under the same TorchFunctionModes. It raises an error if anything else that
-determines their result has changed since the forward.
+The backward runs the modules again as they were in the forward, see snapshot.py, under the same TorchFunctionModes.
+Weights that are computed from others, such as those of torch.func.functional_call, are computed once: every chunk gets
+them, and their gradient goes on from there.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from seqtile.models.gathered import hooks_in_loop, silent
-from seqtile.models.hooks import hooks_of, is_harmless
+from seqtile.models.snapshot import Snapshot, dicts_of
 from seqtile.models.weights import leaves_of
 from seqtile.ops.state import found_in
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
@@ -39,13 +39,18 @@ class InChunks:
     because a module may hold this object.
     """
 
-    def __init__(self, **modules: nn.Module):
+    def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
+        """`once`: one of the modules, whose parametrized weights the caller computes, once for all chunks."""
         self.name = type(next(iter(modules.values()), None)).__name__
         self._modules = [ref(module) for module in modules.values()]
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
-        self._inside = [part for part in parts if part not in modules.values()]
-        self._hooks = [*hooks_of(None), *(hooks for part in parts for hooks in hooks_of(part))]
-        self._leaves = leaves_of(*modules.values())
+        made = {*once.parametrizations.modules()} if once is not None and is_parametrized(once) else ()
+        self._inside = [part for part in parts if part not in modules.values() and part not in made]
+        # PEFT raises the version of a weight whenever it computes one with an adapter in its place
+        self._rewritten = {id(part.get_param()) for part in parts if type(part).__name__ == "ParamWrapper"}
+        self._dicts = [each for part in parts for each in dicts_of(part)]
+        self._parameters = [part._parameters for part in parts]
+        self._leaves = [leaf for leaf in leaves_of(*modules.values()) if leaf.is_leaf]
         found = found_in([(name, module, None) for name, module in modules.items()])
         self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]
 
@@ -61,73 +66,89 @@ class InChunks:
         """The leaves that require a gradient."""
         return [leaf for leaf in self._leaves if leaf.requires_grad]
 
-    def environment(self) -> "_Environment":
-        """Returns everything except tensors that determines what the modules compute."""
+    def computed(self) -> list[tuple[dict[str, Any], str]]:
+        """Returns the places of the weights that are computed from others: dicts of parameters, and names there."""
+        places = ((own, name, weight) for own in self._parameters for name, weight in dict.items(own))
+        return [(own, name) for own, name, weight in places if weight is not None and not weight.is_leaf]
+
+    def snapshot(self, without: Sequence[tuple[dict[str, Any], str]] = ()) -> Snapshot:
+        """Returns what determines the modules' result now."""
         parts = [*(module() for module in self._modules), *self._inside]
-        types = [*map(type, parts)]
-        own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))
-        of_parts = (types, map(getattr, types, repeat("forward")), *own)
-        of_torch = (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
-        hooks = [*chain.from_iterable(map(dict.items, self._hooks))]
-        return _Environment([*of_torch, *chain.from_iterable(of_parts)], hooks)
-
-
-class _Environment(NamedTuple):
-    computed: list[Any]
-    hooks: list[tuple[int, Callable]]
-
-    def computes_as(self, other: "_Environment") -> bool:
-        """Returns whether both environments compute the same. Hooks that change nothing may be added or removed."""
-        if self.hooks == other.hooks:
-            return self.computed == other.computed
-        mine, others = ([key for key, hook in each.hooks if not is_harmless(hook, False)] for each in (self, other))
-        return mine == others and self.computed == other.computed
+        return Snapshot(parts, self._dicts, without, self._rewritten)
 
 
 def call_in_chunks(
     function: Callable[..., Outputs],
     modules: InChunks,
     *inputs: torch.Tensor,
-    params: Sequence[torch.Tensor] | None = None,
+    shared: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> Outputs:
-    """Returns function(*inputs), computed by `tiled_part` with these options. `function` calls the modules; `params`
-    defaults to the modules' trainable parameters."""
-    params = modules.trained if params is None else params
-    fn, state = _repeatable(function, modules), modules.state
+    """Returns function(*inputs, *shared), computed by `tiled_part` with these options. `function` calls the modules."""
     options["always"] = hooks_in_loop() is not None and not inside_chunk()
-    return tiled_part(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
+    repeat, state = _Repeat(function, modules), modules.state
+    fn = function if torch.compiler.is_compiling() else repeat  # the compiler's guards see what changes
+    shared, fn = (*shared, *repeat.computed), fn if state is None else Holding(fn, state)
+    outputs = tiled_part(fn, *inputs, params=modules.trained, shared=shared, **options)
+    repeat.end_forward()
+    return outputs
 
 
-def _repeatable(function: Callable, modules: InChunks) -> Callable:
-    """Returns `function` for a forward and a backward that calls it again, under the TorchFunctionModes that are active
-    now.
+class _Repeat:
+    """A function of a forward and of a backward that calls it again.
 
-    The returned function raises RuntimeError if hooks, a forward, a torch function or training mode has changed since.
+    It raises RuntimeError if something has changed since that cannot be put back.
     """
-    if torch.compiler.is_compiling():  # the compiler's guards check the same
-        return function
-    modes, environment, hooks = _modes(), modules.environment(), hooks_in_loop()
 
-    def call(*tensors: torch.Tensor) -> Any:
-        active = _modes()
-        if (active and active != modes) or not modules.environment().computes_as(environment):
+    def __init__(self, function: Callable, modules: InChunks):
+        self._function, self._modules, self._snapshot = function, modules, None
+        self._modes, self._hooks = _modes(), hooks_in_loop()
+        self._places = modules.computed() if torch.is_grad_enabled() else []
+
+    @property
+    def computed(self) -> list[torch.Tensor]:
+        """The computed weights, which each call gets behind its other arguments."""
+        return [own[name] for own, name in self._places]
+
+    def end_forward(self) -> None:
+        """Keeps what the modules are, for the backward."""
+        if torch.is_grad_enabled():
+            self._snapshot = self._modules.snapshot(self._places)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        active, changed = _modes(), [] if self._snapshot is None else self._snapshot.changed()
+        changed += ["the TorchFunctionModes"] if active and active != self._modes else []
+        if changed:
             raise RuntimeError(
                 "a module is called chunk by chunk, in the forward and again in the backward, and what it computes has "
-                "changed in between: expected the same hooks, forwards, torch functions and training mode; call "
-                "backward() before they are changed back"
+                f"changed in between: {', '.join(changed)}; call backward() before that"
             )
+        given = len(tensors) - len(self._places)
         token = _inside_chunk.set(True)
         try:
             with ExitStack() as stack:
-                stack.enter_context(silent(hooks))
-                for mode in modes if active != modes else ():
+                if self._snapshot is not None:
+                    stack.enter_context(self._snapshot.put_back())
+                stack.enter_context(_placed(self._places, tensors[given:]))
+                stack.enter_context(silent(self._hooks))
+                for mode in self._modes if active != self._modes else ():
                     stack.enter_context(mode)
-                return function(*tensors)
+                return self._function(*tensors[:given])
         finally:
             _inside_chunk.reset(token)
 
-    return call
+
+@contextmanager
+def _placed(places: Sequence[tuple[dict[str, Any], str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets modules compute with these tensors as their weights."""
+    before = [own.get(name) for own, name in places]
+    for (own, name), tensor in zip(places, tensors, strict=True):
+        own[name] = tensor
+    try:
+        yield
+    finally:
+        for (own, name), tensor in zip(places, before, strict=True):
+            own[name] = tensor
 
 
 def _modes() -> list[TorchFunctionMode]:

@@ -33,6 +33,7 @@ _OF_TORCH |= {parametrizations._WeightNorm, parametrizations._Orthogonal}
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OF_TORCHS_OWN = ("torch.nn.modules.", "torch.nn.utils.", "torch._dynamo.", "torch.distributed.", "torch.utils.")
+_OF_TORCHS_OWN += ("torch._compile",)  # in which torch.utils.checkpoint's functions are wrapped
 HUGGING_FACE = ("transformers", "transformers_modules")  # the latter: code that from_pretrained loads from the hub
 _OTHERS = ("seqtile", "accelerate", "deepspeed")
 _UNKNOWN = "which is neither known nor declared to treat each token by itself"
@@ -60,10 +61,10 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
 
 def users_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model whose class is neither of a library nor declared."""
-    return [each for each in model.modules() if not (_is_known_home(class_of(each).__module__) or _is_declared(each))]
+    return [each for each in model.modules() if not (is_known_home(class_of(each).__module__) or _is_declared(each))]
 
 
-def _is_known_home(home: str) -> bool:
+def is_known_home(home: str) -> bool:
     return home.split(".")[0] in ("torch", *HUGGING_FACE, *_OTHERS) or is_of_library(home)
 
 
@@ -133,7 +134,7 @@ def _is_known_function(function: Callable) -> bool:
         home = home_of(decorated(function))
     if home.split(".")[0] == "torch":
         return home.startswith(_OF_TORCHS_OWN) or getattr(function, "__name__", "") in _FUNCTIONS
-    return _is_known_home(home)
+    return is_known_home(home)
 
 
 def _called_by(forward: Any) -> dict[str, FunctionType]:

@@ -11,28 +11,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from seqtile.models.hooks import defining_path
 from seqtile.models.placement import class_of, computed_forward, decorated
-from seqtile.models.weights import defining_path
 
 _LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an input
     "peft.tuners.{}.layer.Linear": """
-        adamss beft boft frod gralora hira ia3 lily loha lokr lora oft osf peanut poly psoft pvera randlora road
-        shira supertuning tinylora unilora vblora vera
+        adamss beft boft frod gralora hira ia3 lily loha lokr lora oft osf peanut poly psoft pvera randlora road shira
+        supertuning tinylora unilora vblora vera
     """,
+    "peft.tuners.{}.layer.Embedding": "hira lora oft tinylora",
     "peft.tuners.{}.bnb.Linear4bit": "hira ia3 lora pvera randlora road",
     "peft.tuners.{}.bnb.Linear8bitLt": "hira ia3 lora pvera randlora road",
     "peft.tuners.lora.variants.{}LinearVariant": "ALora Arrow BdLora Dora Kasa MiCA Monteclora QALora Velora",
+    "peft.tuners.lora.variants.{}EmbeddingVariant": "Dora MiCA",
     "peft.tuners.{}": """
         _buffer_dict.BufferDict adalora.bnb.SVDLinear4bit adalora.bnb.SVDLinear8bitLt adalora.gptq.SVDQuantLinear
         adalora.layer.SVDLinear boft.layer.MultiplicativeDropoutLayer c3a.layer.C3ALinear deft.layer.DeftLinear
         delora.layer.DeloraLinear fourierft.layer.FourierFTLinear glora.layer.GloraEmptyPath glora.layer.GloraLinear
         glora.layer.GloraLoraPath glora.layer.GloraScalarPath glora.layer.GloraVectorPath hra.layer.HRALinear
         ln_tuning.layer.LNTuningLayer loha.layer.LoHaLayer lokr.layer.LoKrLayer lora.aqlm.AqlmLoraLinear
-        lora.arrow.ArrowLoraLinearLayer lora.awq.AwqLoraLinear lora.dora.DoraLinearLayer lora.eetq.EetqLoraLinear
-        lora.gptq.GPTQLoraLinear lora.hqq.HqqLoraLinear lora.inc.IncLoraLinear lora.layer.ParamWrapper
-        lora.layer._LoraFactorsProxy lora.layer._LoraParameterProxy lora.monteclora.MontecloraSampler
-        lora.torchao.TorchaoLoraLinear lora.variants.BlockDiagonalLinear miss.layer.MissLinear
-        oft.layer.MultiplicativeDropoutLayer oft.layer.OFTRotationModule psoft.layer.OrthLayer
+        lora.arrow.ArrowLoraLinearLayer lora.awq.AwqLoraLinear lora.dora.DoraEmbeddingLayer lora.dora.DoraLinearLayer
+        lora.eetq.EetqLoraLinear lora.gptq.GPTQLoraLinear lora.hqq.HqqLoraLinear lora.inc.IncLoraLinear
+        lora.layer.LoraEmbeddingATPHolder lora.layer.ParamWrapper lora.layer._LoraFactorsProxy
+        lora.layer._LoraParameterProxy lora.monteclora.MontecloraSampler lora.torchao.TorchaoLoraLinear
+        lora.variants.BlockDiagonalLinear miss.layer.MissLinear oft.layer.MultiplicativeDropoutLayer
+        oft.layer.OFTRotationModule poly.router.PolyRouter psoft.layer.OrthLayer
         trainable_tokens.layer.TrainableTokensLayer waveft.layer.WaveFTLinear
     """,
     "peft.utils.other.{}": "AuxiliaryTrainingWrapper ModulesToSaveWrapper TrainableTokensWrapper",
@@ -40,17 +43,12 @@ _LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an 
         modules.Int8Params modules.Linear4bit modules.Linear8bitLt modules.LinearFP4 modules.LinearNF4
         modules.Params4bit parametrize.Bnb4bitParametrization
     """,
-    "torchao.quantization.quantize_.workflows.{}": """
-        float8.float8_tensor.Float8Tensor int4.int4_plain_int32_tensor.Int4PlainInt32Tensor
-        int4.int4_preshuffled_tensor.Int4PreshuffledTensor int4.int4_tensor.Int4Tensor
-        int4.int4_tile_packed_to_4d_tensor.Int4TilePackedTo4dTensor int8.int8_tensor.Int8Tensor
-        intx.intx_unpacked_to_int8_tensor.IntxUnpackedToInt8Tensor nf4.nf4_tensor.NF4Tensor
-    """,
     "torchao.quantization.{}": """
-        granularity.PerRow granularity.PerToken linear_quant_modules.Int8DynActInt4WeightLinear
-        linear_quant_modules.WeightOnlyInt4Linear qat.fake_quantizer.Float8FakeQuantizer
-        qat.fake_quantizer.Int4WeightFakeQuantizer qat.fake_quantizer.IntxFakeQuantizer
-        qat.linear.FakeQuantizedLinear qat.linear.Int4WeightOnlyQATLinear qat.linear.Int8DynActInt4WeightQATLinear
+        Float8Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4Tensor Int4TilePackedTo4dTensor Int8Tensor
+        IntxUnpackedToInt8Tensor granularity.PerRow granularity.PerToken
+        linear_quant_modules.Int8DynActInt4WeightLinear qat.fake_quantizer.Float8FakeQuantizer
+        qat.fake_quantizer.IntxFakeQuantizer qat.linear.FakeQuantizedLinear 
+        qat.linear.Int8DynActInt4WeightQATLinear quantize_.workflows.nf4.nf4_tensor.NF4Tensor
     """,
     "torchao.float8.{}": "float8_linear.Float8Linear fsdp_utils.WeightWithDynamicFloat8CastTensor",
     "transformers.integrations.{}": """
@@ -60,8 +58,7 @@ _LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an 
         metal_quantization.MetalLinear mxfp4.Mxfp4GptOssExperts mxfp4.Mxfp4GptOssMLP
     """,
     "liger_kernel.transformers.rms_norm.LigerRMSNorm{}": """
-        ForGemma ForGemma2 ForGemma3 ForGemma4 ForGlm4 ForMuseGlimmer ForMuseGlimmerTextCentered ForOlmo2
-        ForQwen3Next
+        ForGemma ForGemma2 ForGemma3 ForGemma4 ForGlm4 ForMuseGlimmer ForMuseGlimmerTextCentered ForOlmo2 ForQwen3Next
     """,
     "liger_kernel.transformers.swiglu.Liger{}": """
         BlockSparseTop2MLP Experts FalconH1SwiGLUMLP HunyuanV1SwiGLUMLP Phi3SwiGLUMLP Qwen3MoeSwiGLUMLP SwiGLUMLP
@@ -75,6 +72,7 @@ _LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an 
 _CLASSES = {pattern.format(name) for pattern, names in _LISTED.items() for name in names.split()}
 _ONE_SCALE = "takes one scale over all its tokens"
 _DRAWS = "draws once for all its tokens"
+_GENERATOR = "draws from a generator that it keeps"
 
 
 def is_of_library(home: str) -> bool:
@@ -95,7 +93,8 @@ def refusal_of(module: nn.Module) -> str | None:
         return f"is a {name}, which may not treat each token by itself"
     if is_of_library(forward) and forward not in _CLASSES:
         return f"runs the forward of {forward}, which may not treat each token by itself"
-    if (reason := _CONDITIONS.get(name, _adapters_reason)(module)) is not None:
+    condition = _CONDITIONS.get(name, _adapters_reason if name.startswith("peft.") else None)
+    if condition is not None and (reason := condition(module)) is not None:
         return f"is a {name} {reason}"
     weights = (weight for weight in module._parameters.values() if weight is not None)
     return next((reason for weight in weights if (reason := _weight_refusal(weight)) is not None), None)
@@ -111,7 +110,8 @@ def _is_listed(cls: type) -> bool:
 
 def _weight_refusal(weight: torch.Tensor) -> str | None:
     """Says why a product with a weight, as its class computes it, may not treat each token by itself."""
-    cls = type(weight._local_tensor if isinstance(weight, DTensor) else weight)
+    weight = weight._local_tensor if isinstance(weight, DTensor) else weight
+    cls = type(weight)
     if cls.__module__.split(".")[0] == "torch":
         return None
     if not _is_listed(cls):
@@ -136,25 +136,30 @@ def _adapters_reason(module: Any) -> str | None:
         return None
     for adapter in module.active_adapters:
         variant = getattr(module, "lora_variant", {}).get(adapter)
-        kind = type(module if variant is None else variant)
+        kind = class_of(module) if variant is None else type(variant)
         if not _is_listed(kind):
             return f"with a {_name(kind)}, which may not treat each token by itself"
-        mixes, what = _ADAPTERS.get(_name(kind), (None, ""))
-        if mixes is not None and mixes(module, adapter):
+        looks_further, what = _ADAPTERS.get(_name(kind), (None, ""))
+        if looks_further is not None and looks_further(module, adapter):
             return f"with an adapter that {what}"
     return None
 
 
-def _drops_ranks(module: Any, adapter: str) -> bool:
-    return module.training and bool(module.rank_dropout[adapter] or module.module_dropout[adapter])
+def _drops_ranks(layer: Any, adapter: str) -> bool:
+    return layer.training and bool(layer.rank_dropout.get(adapter) or layer.module_dropout.get(adapter))
+
+
+def _drops_blocks(layer: Any, adapter: str) -> bool:
+    return layer.training and adapter in layer.boft_dropout and not isinstance(layer.boft_dropout[adapter], nn.Identity)
+
+
+def _draws_alone(layer: Any, adapter: str) -> bool:
+    return layer.pvera_generator.get(adapter) is not None
 
 
 _ADAPTERS: dict[str, tuple[Callable[[Any, str], bool], str]] = {
     # a layer or a LoRA variant of PEFT's -> whether its adapter looks at more than one token, and what it then does
-    "peft.tuners.boft.layer.Linear": (
-        lambda layer, adapter: layer.training and getattr(layer.boft_dropout[adapter], "p", 0) > 0,
-        _DRAWS,
-    ),
+    "peft.tuners.boft.layer.Linear": (_drops_blocks, _DRAWS),
     "peft.tuners.lily.layer.Linear": (
         lambda layer, adapter: adapter in layer.lily_A,
         "weighs its experts by their mean over all its tokens",
@@ -174,10 +179,9 @@ _ADAPTERS: dict[str, tuple[Callable[[Any, str], bool], str]] = {
         lambda layer, adapter: adapter in layer.poly_lora_A,
         "needs the task of each sequence",
     ),
-    "peft.tuners.pvera.layer.Linear": (
-        lambda layer, adapter: layer.pvera_generator[adapter] is not None,
-        "draws from a generator that it keeps",
-    ),
+    "peft.tuners.pvera.bnb.Linear4bit": (_draws_alone, _GENERATOR),
+    "peft.tuners.pvera.bnb.Linear8bitLt": (_draws_alone, _GENERATOR),
+    "peft.tuners.pvera.layer.Linear": (_draws_alone, _GENERATOR),
 }
 
 
@@ -188,29 +192,29 @@ def _eight_bits_reason(module: Any) -> str | None:
 
 
 def _float8_reason(module: Any) -> str | None:
-    """Says what a layer for training in float8 scales by all its tokens: its input, its gradient, or its weight's."""
+    """Says what a layer for training in float8 scales by all its tokens: its input, its gradient, or its weight's. Of a
+    float8 number a scale that is a power of two changes nothing but the exponent."""
     config = module.config
     for cast in (config.cast_config_input, config.cast_config_grad_output):
         if cast.scaling_type.name != "DISABLED" and cast.scaling_granularity.name != "AXISWISE":
             return f"that {_ONE_SCALE}"
     of_weight = (config.cast_config_input_for_grad_weight, config.cast_config_grad_output_for_grad_weight)
-    if module.weight.requires_grad and any(cast.scaling_type.name != "DISABLED" for cast in of_weight):
-        return f"whose weight's gradient {_ONE_SCALE}"
-    return None
+    rounds = any(cast.scaling_type.name != "DISABLED" for cast in of_weight) and not config.round_scales_to_power_of_2
+    return f"whose weight's gradient {_ONE_SCALE}" if rounds else None
 
 
 def _simulated_reason(module: Any) -> str | None:
-    """Says how a layer that simulates quantisation scales its input by all its tokens."""
+    """Says what a layer that simulates quantisation scales, or rounds, over all its tokens."""
     config = getattr(module.activation_fake_quantizer, "config", None)
-    if config is None or (_is_by_token(config) and getattr(config, "is_dynamic", True)):
-        return None
-    return f"that {_ONE_SCALE}"
+    if config is not None and not (_is_by_token(config) and getattr(config, "is_dynamic", True)):
+        return f"that {_ONE_SCALE}"
+    rounds = type(module.weight_fake_quantizer).__name__ == "Float8FakeQuantizer"
+    return "whose weight's gradient is rounded once it is summed over all its tokens" if rounds else None
 
 
 _CONDITIONS: dict[str, Callable[[Any], str | None]] = {
     "bitsandbytes.nn.modules.Linear8bitLt": _eight_bits_reason,
     "torchao.float8.float8_linear.Float8Linear": _float8_reason,
     "torchao.quantization.qat.linear.FakeQuantizedLinear": _simulated_reason,
-    "torchao.quantization.qat.linear.Int4WeightOnlyQATLinear": _simulated_reason,
     "torchao.quantization.qat.linear.Int8DynActInt4WeightQATLinear": _simulated_reason,
 }

@@ -1,8 +1,8 @@
 """Computes logits that are read after the forward: the values that the forward would have computed, or an error.
 
-`AtForward` records autocast, random state, training mode, hooks, adapters, and the versions of the head's weights and
-of the hidden states. It also copies a sample of the weights, because ZeRO and FSDP2 write weights without changing
-their versions.
+`AtForward` records autocast, random state, what the head is made of, and the versions of the head's weights and of the
+hidden states. It also copies a sample of the weights, because ZeRO and FSDP2 write weights without changing their
+versions.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from seqtile.models.gathered import inside_call
 from seqtile.models.in_chunks import InChunks
 from seqtile.models.logits_recipe import LogitsRecipe
-from seqtile.models.weights import call_inside
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import ShardedTokens
@@ -37,11 +37,8 @@ class AtForward:
     def __init__(self, recipe: LogitsRecipe):
         head, hidden = recipe.head, recipe.hidden
         self._state = ForwardState.now(hidden.device)
-        self._environment = InChunks(head=head).environment()
-        self._adapters = _adapters_of(head)
-        self._modules = [*head.modules()]
-        self._training = [module.training for module in self._modules]
-        self._draws = any(module.training and getattr(module, "p", 0) for module in self._modules)  # dropout
+        self._head = InChunks(head=head).snapshot()
+        self._draws = any(module.training and getattr(module, "p", 0) for module in head.modules())  # dropout
         self._hidden, self._hidden_version = hidden, _version(hidden)  # a view made in inference mode has a new counter
         self._weights = {
             name: (weight, _version(weight), _sample(weight)) for name, weight in _weights_of(head).items()
@@ -49,20 +46,11 @@ class AtForward:
 
     @contextmanager
     def as_then(self, recipe: LogitsRecipe) -> Iterator[None]:
-        """Restores autocast, random state and the head's training mode of the forward. Raises RuntimeError, see
-        `check`."""
-        now = [module.training for module in self._modules]
-        try:
-            self._set_training(self._training)
+        """Restores autocast, random state and the head of the forward. Raises RuntimeError, see `check`."""
+        with self._head.put_back():
             self.check(recipe)
             with self._state.forward_autocast(), self._state.forward_random():
                 yield
-        finally:
-            self._set_training(now)
-
-    def _set_training(self, modes: list[bool]) -> None:
-        for module, mode in zip(self._modules, modes, strict=True):
-            module.training = mode
 
     def compute(
         self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None = None, *along: torch.Tensor
@@ -100,16 +88,12 @@ class AtForward:
             of_rows = function or (lambda rows: rows)
             return in_rows(lambda hidden, *along: of_rows(recipe.of(hidden, call), *along), hidden, *along)
 
-        return call_inside(head, compute, recipe.hidden)
+        return inside_call(head, compute, recipe.hidden)
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
         """Raises RuntimeError if the head, the hidden states or the head's weights (`weights` if given) changed since
         the forward. Waits once for each device of the weights, to compare samples of them."""
-        changed, weights = [], weights or _weights_of(recipe.head)
-        if not InChunks(head=recipe.head).environment().computes_as(self._environment):
-            changed.append("the head's hooks or forwards")
-        if _adapters_of(recipe.head) != self._adapters:
-            changed.append("its adapters")
+        changed, weights = self._head.changed(), weights or _weights_of(recipe.head)
         if _version(self._hidden) != self._hidden_version:
             changed.append("the hidden states")
         differs: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -127,7 +111,7 @@ class AtForward:
         if changed:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
-                "them before that (a step of the optimizer, other hooks or adapters, the end of functional_call), or "
+                "them before that (a step of the optimizer, a merge of adapters), or "
                 "keep only what you need later"
             )
 
@@ -156,7 +140,7 @@ def gathers(head: nn.Module) -> bool:
 
 def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that computes the head's logits without the hooks that gather weights. Use it inside the
-    head's own call (`call_inside`)."""
+    head's own call (`inside_call`)."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
 
 
@@ -166,12 +150,6 @@ def _called_with(head: nn.Module, weights: Weights, hidden: torch.Tensor) -> tor
 
 def _weights_of(head: nn.Module) -> Weights:
     return dict(head.named_parameters()) | dict(head.named_buffers())
-
-
-def _adapters_of(head: nn.Module) -> list[Any]:
-    """Returns the state of PEFT's layers that decides which adapters are active."""
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
-    return [repr([vars(module).get(name) for name in names]) for module in head.modules()]
 
 
 def _version(tensor: torch.Tensor) -> int | None:

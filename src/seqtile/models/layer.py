@@ -41,7 +41,7 @@ from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import is_trial, keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
-from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
+from seqtile.protocols import CHOICE, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.renamed import cache_in, without_cache
 from seqtile.rules import number_of_groups
 
@@ -63,7 +63,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     names = [each.name for each in parameters]
     defaults = without_cache({each.name: each.default for each in parameters[1:] if each.default is not each.empty})
 
-    verdicts = Verdicts(layer_verdict)
+    verdicts, choices = Verdicts(layer_verdict), Verdicts(layer_verdict)
     of_layer_apart = torch.compiler.disable(verdicts.of, reason="seqtile looks at what the modules of a layer are")
 
     def fits(layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
@@ -112,6 +112,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
         return function(self, *args, **kwargs)
 
+    if options.head_groups is not None:
+        setattr(forward, CHOICE, lambda layer: choices.of(layer).how)
     return forward
 
 
@@ -359,22 +361,24 @@ def _chunked_layer(
     """
     attention, form = layer.self_attn, verdict.form
     before, behind = verdict.in_chunks or _called_parts(layer)
+    parts = dict(attention.named_children())  # of this forward, also in its backward
+    input_norm, norm, mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
-        heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
+        heads = parts[f"{name}_proj"](x).unflatten(-1, (-1, attention.head_dim))
         normed = form.attention.head_norms and name != "v"
-        return getattr(attention, f"{name}_norm")(heads) if normed else heads
+        return parts[f"{name}_norm"](heads) if normed else heads
 
     def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        normed = layer.input_layernorm(x)
+        normed = input_norm(x)
         q, k, v = (heads_of(normed, name) for name in "qkv")
         if angles:
             q, k = _rotary_of(attention)(q, k, *angles, unsqueeze_dim=2)
         return (q, k, v), None
 
     def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        h = x + attention.o_proj(attn_output) * scale
-        return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
+        h = x + parts["o_proj"](attn_output) * scale
+        return h + mlp(norm(h)) * scale, None
 
     chunks = {"rows": x.shape[0], "chunk_tokens": mlp_chunk_tokens(chunk_tokens, x, verdict.mlp_size, verdict.sparsity)}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)

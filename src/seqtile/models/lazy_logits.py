@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
+from seqtile.models.gathered import inside_call
 from seqtile.models.late_read import AtForward, head_alone, in_rows
 from seqtile.models.logits_recipe import RULES, LogitsRecipe, autocast_now
-from seqtile.models.weights import call_inside, leaves_of
+from seqtile.models.weights import leaves_of
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
-from seqtile.tensor_like import ABOUT, is_in_place
+from seqtile.tensor_like import ABOUT, input_first, is_in_place
 
 Rowwise = Callable[..., torch.Tensor]
 """Computes [n, ...] from logits [n, V] and further tensors [n, ...], each row by itself."""
@@ -33,13 +34,13 @@ Rowwise = Callable[..., torch.Tensor]
 def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "LazyLogits":
     """Returns the head's logits as an uncomputed tensor, with gradients for hidden states and head if autograd records.
 
-    With `hidden`, call it inside the head's own call (`call_inside`), with that call's hidden states. Without `hidden`,
+    With `hidden`, call it inside the head's own call (`inside_call`), with that call's hidden states. Without `hidden`,
     it makes that call, so that the backward also gathers a head that is sharded by itself.
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
     recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)
     if hidden is None and recorded:
-        return call_inside(recipe.head, lambda hidden: connected(recipe, hidden), recipe.hidden)
+        return inside_call(recipe.head, lambda hidden: connected(recipe, hidden), recipe.hidden)
     given = recipe.changed(at_forward=AtForward(recipe), cross_entropy=None)
     return _Edge.apply(given, hidden, *leaves) if recorded else LazyLogits(given)
 
@@ -134,7 +135,8 @@ class LazyLogits(torch.Tensor):
                 return function(*args, **kwargs)
         if function == torch.Tensor.data.__set__:
             raise RuntimeError("logits that are computed when they are read cannot be given other data; use a copy")
-        first, out = args[0] if args else None, kwargs.get("out")
+        given, named = input_first(args, kwargs)
+        first, out = given[0] if given else None, kwargs.get("out")
         changed = first if is_in_place(name, kwargs) else out
         if isinstance(changed, cls):
             changed._to_be_changed()
@@ -143,9 +145,9 @@ class LazyLogits(torch.Tensor):
                 return first._unread()
             if name == "contiguous" and not first._layout.is_contiguous():
                 return first._derived(first.recipe.changed())
-            if name in RULES and (found := RULES[name](first.recipe, *args[1:], **kwargs)) is not NotImplemented:
+            if name in RULES and (found := RULES[name](first.recipe, *given[1:], **named)) is not NotImplemented:
                 return tree_map_only(LogitsRecipe, first._derived, found)
-            if name in _BY_ROWS and (found := _BY_ROWS[name](*args, **kwargs)) is not NotImplemented:
+            if name in _BY_ROWS and (found := _BY_ROWS[name](*given, **named)) is not NotImplemented:
                 return found
         args, kwargs = tree_map_only(cls, lambda logits: logits.computed(), (args, kwargs))
         return function(*args, **kwargs)
@@ -317,8 +319,6 @@ def _add_gradients(
     torch.autograd.backward([rows], [d_rows], inputs=[leaf])
 
 
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
-"""The dispatch keys that are excluded outside of `__torch_dispatch__`; inside it autograd records nothing."""
 Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Tensor]
 """The logits that were read, the function and its further tensors, and the gradient of the function's result."""
 
@@ -342,8 +342,8 @@ class LazyGradient(torch.Tensor):
     def computed(self) -> torch.Tensor:
         recipe = self.recipe
         logits = LazyLogits(recipe).computed().requires_grad_()
-        recorded = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _EXCLUDED)
-        with recorded, torch.enable_grad(), recipe.at_forward.as_then(recipe):
+        # Inside of `__torch_dispatch__` autograd records nothing before inference mode is set anew, to False.
+        with torch.inference_mode(False), torch.enable_grad(), recipe.at_forward.as_then(recipe):
             for read, function, along, d_output in self.readings:
                 found = logits
                 for view in read.views[len(recipe.views) :]:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.state import autocast_on
-from seqtile.tensor_like import VIEWS, View, view_of
+from seqtile.tensor_like import VIEWS, View, input_first, view_of
 
 logger = logging.get_logger(__name__)
 
@@ -151,14 +151,13 @@ class LogitsRecipe:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, kwargs = getattr(function, "__name__", "a function of torch's"), dict(kwargs or {})
-        if not args and "input" in kwargs:  # torch's name of a first argument
-            args = (kwargs.pop("input"),)
-        if args and isinstance(args[0], cls):
-            if function is F.cross_entropy and args[0].cross_entropy is not None:
-                if (loss := args[0].cross_entropy(*args, **kwargs)) is not NotImplemented:
+        name, kwargs = getattr(function, "__name__", "a function of torch's"), kwargs or {}
+        given, named = input_first(args, kwargs)
+        if given and isinstance(given[0], cls):
+            if function is F.cross_entropy and given[0].cross_entropy is not None:
+                if (loss := given[0].cross_entropy(*given, **named)) is not NotImplemented:
                     return loss
-            elif name in RULES and (found := RULES[name](*args, **kwargs)) is not NotImplemented:
+            elif name in RULES and (found := RULES[name](*given, **named)) is not NotImplemented:
                 return found
         args, kwargs = tree_map_only(cls, lambda logits: logits.real(name), (args, kwargs))
         return function(*args, **kwargs)
@@ -208,19 +207,25 @@ def _softmax(
     return recipe.then(name, -1, dtype=dtype)
 
 
+def _if_alone(rule: Callable[[LogitsRecipe], Any], recipe: LogitsRecipe, *args: Any, **kwargs: Any) -> Any:
+    """Returns rule(recipe) for a function that is given nothing else, such as a memory format."""
+    return NotImplemented if args or kwargs else rule(recipe)
+
+
 def _rules() -> dict[str, Callable]:
     scaled = {name: lambda *a, **k: _scaled(*a, by="mul", **k) for name in ("mul", "multiply", "__mul__", "__rmul__")}
     scaled |= {name: lambda *a, **k: _scaled(*a, by="div", **k) for name in ("div", "true_divide", "__truediv__")}
     dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
-    casts = {name: lambda recipe, dtype=dtype: _to(recipe, dtype) for name, dtype in dtypes.items()}
+    alone = {name: lambda recipe, dtype=dtype: _to(recipe, dtype) for name, dtype in dtypes.items()}
+    alone |= {"contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
+    alone = {name: partial(_if_alone, rule) for name, rule in alone.items()}
     views = {name: lambda *a, name=name, **k: _viewed(*a, name=name, **k) for name in VIEWS}
     added = dict.fromkeys(("add", "__add__", "__radd__"), _added)
     probabilities = {
         name: lambda *a, name=name, **k: _softmax(*a, name=name, **k) for name in ("softmax", "log_softmax")
     }
     others = {"__iter__": lambda recipe: iter(RULES["unbind"](recipe))}
-    others |= {"to": _to, "contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
-    return scaled | casts | views | added | probabilities | others
+    return scaled | alone | views | added | probabilities | others | {"to": _to}
 
 
 RULES = _rules()

@@ -8,8 +8,8 @@ computed when they are read.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.loss import loss_utils
 from seqtile.models.find import head_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
-from seqtile.models.gathered import gathered
+from seqtile.models.gathered import gathered, inside_call
 from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.known import unknown_in
@@ -30,9 +30,9 @@ from seqtile.models.lazy_logits import connected, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
 from seqtile.models.placement import Options
 from seqtile.models.quantised import is_quantised
+from seqtile.models.stand_in import standing_in, without_stand_ins
 from seqtile.models.verdict import Verdict, left_untiled
 from seqtile.models.weights import (
-    call_inside,
     check_untransformed,
     is_transformed,
     named,
@@ -67,6 +67,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     makes_cache = takes_use_cache(original)
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
+    @without_stand_ins
     def forward(self, *args, skip_logits=None, **kwargs):
         passed_on = args if variadic else ()  # to whoever knows their names
         inputs = kwargs if variadic else dict(zip(names, args, strict=False)) | kwargs
@@ -146,29 +147,19 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
     )
 
 
-@contextmanager
-def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits: bool) -> Iterator[None]:
-    """Lets a model's forward run with `LazyHead` and the tiled loss, as attributes that hide its own until the end."""
+def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits: bool) -> AbstractContextManager[None]:
+    """Lets a model's forward run with `LazyHead` and the tiled loss in place of its own."""
     check_untransformed()
     owner, name = place_of_head(model)
-    head, untiled = getattr(owner, name), model.loss_function
+    head = owner._modules[name]
     compute = partial(
         _cross_entropy,
         chunked=verdict.how == "chunked",
         chunk_tokens=options.chunk_tokens,
         with_logits=with_logits and gathers(head),
     )
-    loss = partial(_loss, untiled=untiled, compute=compute)
-    own = vars(model).get("_loss_function")
-    object.__setattr__(owner, name, LazyHead(head, compute))
-    object.__setattr__(model, "_loss_function", loss)
-    try:
-        yield
-    finally:
-        object.__delattr__(owner, name)
-        object.__delattr__(model, "_loss_function")
-        if own is not None:
-            object.__setattr__(model, "_loss_function", own)
+    loss = partial(_loss, untiled=model.loss_function, compute=compute)
+    return standing_in(model, loss, owner, name, LazyHead(head, compute))
 
 
 def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor] | None) -> Any:
@@ -282,11 +273,11 @@ def _cross_entropy(
 
     # a head in chunks has its weight gathered by its own call
     if not with_logits:
-        return call_inside(head, of_weight, logits.hidden)
+        return inside_call(head, of_weight, logits.hidden)
     root = logits if logits.root is None else logits.root
     # ZeRO-3 keeps the head whole until each tensor that its call was given has a gradient: logits may never get one
     given = [logits.hidden] if logits.hidden is root.hidden else [logits.hidden, root.hidden]
-    loss, root.tensor = call_inside(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)
+    loss, root.tensor = inside_call(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)
     return loss
 
 

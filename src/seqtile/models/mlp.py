@@ -28,7 +28,6 @@ from seqtile.models.weights import (
     activation_name,
     activation_unfused_reason,
     check_untransformed,
-    leaves_of,
     named,
     own_weights,
     process_unfused_reason,
@@ -227,10 +226,7 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
         return tiled(self, hidden_states, top_k_index, top_k_weights)
 
     def tiled(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        own = dict(self.named_parameters(recurse=False))
         given = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
-        # What may be another tensor once this call is over: computed weights, a shard under expert parallelism.
-        given |= {name: weight for name, weight in own.items() if not (weight.is_leaf and weight.requires_grad)}
         names = tuple(given)  # of_chunk lives until the backward, and must keep no tensor alive
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor):
@@ -244,10 +240,6 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
             hidden_states,
             top_k_index,
             top_k_weights,
-            params=[
-                *(weight for name, weight in own.items() if name not in given),
-                *(leaf for leaf in leaves_of(*self.children()) if leaf.requires_grad),
-            ],
             shared=given.values(),
             chunk_tokens=resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1], sparsity),
         )
@@ -272,8 +264,8 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
         return Verdict("untiled", _NOT_TRAINED, tileable=False)
     if (unknown := unknown_in(experts)) is not None:
         return left_untiled(experts, unknown)
-    in_chunks = (InChunks(),)  # PEFT exchanges the class of experts meanwhile
-    return Verdict("chunked", "tokens are routed to experts", sharded=is_sharded(experts), in_chunks=in_chunks)
+    in_chunks, sharded = (InChunks(once=experts, experts=experts),), is_sharded(experts)
+    return Verdict("chunked", "tokens are routed to experts", sharded=sharded, in_chunks=in_chunks)
 
 
 _NOT_TRAINED = (

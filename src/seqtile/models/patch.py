@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from seqtile.models.attention_masks import watch_masks
 from seqtile.models.first_step import OUTCOME
+from seqtile.models.gathered import unmark_leaves
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
 from seqtile.models.model_types import model_classes
@@ -103,6 +104,8 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
         for module, part in _found(unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]())), options, unproven)[0]:
+            if part is LAYER:  # the number of kv heads is that of a model to come, which 1 divides
+                part.check(module, replace(options, head_groups=options.head_groups and 1))
             found |= dict.fromkeys(_names_of(type(module), cls), part)
     for module_name, name in found:
         check_place(getattr(sys.modules[module_name], name), options)
@@ -159,6 +162,7 @@ def restore(target: nn.Module | str | None = None) -> None:
             sharded.stop_sharing_prefixes()
         for name in (_ASKED, _REFUSED):
             vars(model).pop(name, None)
+        unmark_leaves(model)
         for module in modules:
             vars(module).pop(OUTCOME, None)
         if any(placement.part for module in modules if (placement := placement_at(module))):

@@ -1,6 +1,7 @@
 """Selects a few tokens of a batch, around the places where something changes: ends of prompts, documents, padding."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from seqtile.protocols import SHARDED
 TOKENS, ROWS, FEWEST = 28, 2, 6
 IGNORED = -100
 MADE_UP = f"its own tokens, fewer than {FEWEST} a row"
+_OF_IMAGES = re.compile("pixel|image|video|audio|feature|input_values|grid")  # and sounds
 # Arguments that belong to the whole batch or a cache: a model computes them anew for the shorter batch.
 _OF_THE_WHOLE = {"cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
@@ -42,7 +44,7 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
         return TrialBatch(inputs, ids.shape, [MADE_UP])
     rows = torch.tensor(sorted({0, tokens.shape[0] - 1})[:ROWS])
     columns = _columns(given, tokens.shape[1])
-    cut = {name: _cut(value, rows, columns, tokens.shape[:2]) for name, value in given.items()}
+    cut = {name: _cut(name, value, rows, columns, tokens.shape[:2]) for name, value in given.items()}
     inputs = {name: value for name, value in cut.items() if value is not None}
     sharded = vars(model).get(SHARDED)
     is_cut = sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole
@@ -99,21 +101,21 @@ def _boundaries(given: dict[str, Any], length: int) -> Iterator[int]:
             yield int(found[0]) + 1
 
 
-def _cut(value: Any, rows: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> Any:
-    """Returns an argument cut to these rows and columns; None for a tensor without a token dimension."""
-    batch, length = shape
+def _cut(name: str, value: Any, rows: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> Any:
+    """Returns an argument cut to these rows and columns; None for a tensor that has none of such a batch."""
     if isinstance(value, dict):
-        return {name: _cut(inner, rows, columns, shape) for name, inner in value.items()}
+        return {key: _cut(name, inner, rows, columns, shape) for key, inner in value.items()}
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     of_rows, of_tokens = 0, [1]
-    if value.dim() >= 3 and value.shape[-2:] == (length, length):
-        of_tokens = [-1, -2]
-    elif value.dim() >= 2 and value.shape[-1] == length:
+    if name.endswith("position_ids"):  # [B, S], or of several axes [3, B, S]
         of_rows, of_tokens = -2, [-1]
-    elif value.dim() < 3 or value.shape[1] != length:
+    elif name == "attention_mask" and value.dim() > 2:  # [B, 1, S, S], or of keys alone [B, 1, 1, S]
+        of_tokens = [-1] if value.shape[-2] == 1 else [-1, -2]
+    is_cut = value.dim() > 1 and value.shape[of_rows] in (1, shape[0]) and not _OF_IMAGES.search(name)
+    if not is_cut or any(value.shape[dim] != shape[1] for dim in of_tokens):
         return None
     cut = value.detach()
     for dim in of_tokens:
         cut = cut.index_select(dim, columns.to(value.device))
-    return cut.index_select(of_rows, rows.to(value.device)) if cut.shape[of_rows] == batch else cut
+    return cut.index_select(of_rows, rows.to(value.device)) if value.shape[of_rows] == shape[0] else cut

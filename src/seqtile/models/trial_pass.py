@@ -1,8 +1,9 @@
 """Runs a forward and a backward of a model without side effects, and restores everything that they change.
 
 module.__dict__, its buffers      restored, also values that were changed in place
-users' hooks                      not called, on modules or parameters; substitutes replace them on modules
+users' hooks                      not called, unless declared by `seqtile.tokenwise`
 random numbers, autocast's casts  restored
+what users' modules hold          restored, see trial_state.py
 .grad, main_grad                  not touched; a temporary main_grad replaces the user's
 dropout, checkpointing            off
 """
@@ -18,23 +19,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from seqtile.declared import is_declared
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in, takes_use_cache
-from seqtile.models.hooks import innermost, is_known
+from seqtile.models.hooks import hooks_of, innermost, is_known
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
+from seqtile.models.trial_state import UsersState
 from seqtile.ops.chunks import chunk_tokens_everywhere
+from seqtile.ops.save_early import saved_unseen
 from seqtile.protocols import SHARDED
 
 SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is restored, in elements
 _ALMOST_NONE = 1e-30  # a dropout rate that drops nothing but is not 0, so that the same code runs
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_RECORDERS = ("deepspeed", "wandb")  # ZeRO-3 records the order of modules
 _TOP_K = torch.ops.aten.topk.default
 Placed = dict[nn.Module, Placement]
 
@@ -59,6 +63,7 @@ class Pass:
     full: bool
     """True to compare the gradients of all parameters, including large ones."""
     ranks: Ranks
+    users: UsersState
 
     def __post_init__(self) -> None:
         self.choices = SameChoices() if experts_in(self.model) else nullcontext()
@@ -82,6 +87,7 @@ class Pass:
         elif any(placement.part == "loss" for placement in untiled.values()) and takes_use_cache(forward):
             inputs.setdefault("use_cache", False)  # a tiled loss makes none either
         with ExitStack() as stack:
+            stack.callback(self.users.put_back)
             stack.enter_context(without_a_trace(self.model))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())
@@ -136,14 +142,14 @@ def _run_untiled(module: nn.Module, placement: Placement) -> None:
 @contextmanager
 def without_a_trace(model: nn.Module) -> Iterator[None]:
     """Restores on exit whatever a forward or a backward of the model changes. Inside, checkpointing and dropout are
-    off, and users' module hooks are not called."""
+    off, and users' module hooks are not called, unless declared."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
     kind = next(iter(devices)).type if devices else "cuda"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
         stack.callback(random.setstate, random.getstate())
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        stack.enter_context(saved_unseen())
         stack.enter_context(_attributes_put_back(model))
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
@@ -154,7 +160,8 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
 def _attributes_put_back(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     configs = {id(module.config): vars(module.config) for module in modules if hasattr(module, "config")}
-    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values()]
+    of_all = [hooks for hooks in hooks_of(None) if len(_called(hooks)) < len(hooks)]
+    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values(), *of_all]
     before = [(attributes, dict(attributes)) for attributes in changing]
     values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
     main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
@@ -164,7 +171,11 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             if getattr(module, "gradient_checkpointing", False):
                 own["gradient_checkpointing"] = False
             for name in _HOOKS:  # copies, so that hooks registered meanwhile disappear
-                own[name] = OrderedDict(_without_users(own[name], _smaller if name == "_forward_hooks" else _no_hook))
+                own[name] = _called(own[name])
+        for hooks in of_all:
+            called = _called(hooks)
+            hooks.clear()
+            hooks.update(called)
         for attributes in (*map(vars, modules), *configs.values()):
             _drop_nothing(attributes)
         yield
@@ -180,23 +191,10 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
-    """Yields hooks with `instead` in place of users' hooks, so that modules still count as having hooks."""
-    for key, hook in hooks.items():
-        if not is_known(hook):
-            yield key, instead
-        elif package_of(innermost(hook)) != "deepspeed":  # ZeRO-3's hooks record the order of modules
-            yield key, hook
-
-
-def _no_hook(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _smaller(*args: Any) -> torch.Tensor | None:
-    """A forward hook that changes the output, so that a missing hook call becomes visible."""
-    output = args[-1]
-    return 0.75 * output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
+def _called(hooks: dict[int, Callable]) -> OrderedDict[int, Callable]:
+    """Returns hooks without those of users that are not declared, and without those that record what runs."""
+    known = {key for key, hook in hooks.items() if is_known(hook) and package_of(innermost(hook)) not in _RECORDERS}
+    return OrderedDict((key, hook) for key, hook in hooks.items() if key in known or is_declared(hook))
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from seqtile.protocols import SHARDED
@@ -45,16 +46,18 @@ class Ranks:
         running = (state for state in self._states() if state._training_state.name == "FORWARD")
         self._running = [module for state in running for module in state._modules]
         self.together = run_together(model)
+        self._groups = self._groups_of_ranks()
         devices = [tensor.device for tensor in (*tensors, *model.parameters())]
         self._device = max(devices, key=lambda device: device.type != "cpu")  # the first that is not a CPU, if any
         self._block: _Partitioned = []
 
     def any(self, is_so: bool) -> bool:
         """Returns whether `is_so` is True on any rank. A collective: every rank must call it."""
-        if not self.together or not dist.is_initialized():
+        if not self._groups:
             return is_so
         flag = torch.tensor(float(is_so), device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        for group in self._groups:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
 
     @contextmanager
@@ -93,6 +96,22 @@ class Ranks:
                 module.unshard()
             _partition(self._block)
             _partition(outside)
+
+    def _groups_of_ranks(self) -> list[dist.ProcessGroup]:
+        """Returns the groups of ranks that run a forward together, the same on each of these. They are dimensions of
+        one grid of ranks, or one contains another: a maximum over one after the other is that of them all."""
+        if not self.together or not dist.is_initialized():
+            return []
+        parameters = list(self.model.parameters())
+        for state in self._states():  # that are gathered now
+            of_state = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]  # before torch 2.12 one
+            parameters += [each.sharded_param for group in of_state if group for each in group.fsdp_params]
+        meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        groups += [each.ds_process_group for each in parameters if "ds_id" in vars(each)]
+        sharded = vars(self.model).get(SHARDED)
+        groups += [] if sharded is None else [sharded.sp_group.group]
+        return [group for group in dict.fromkeys(groups) if group is not None and group.size() > 1]
 
     def _states(self) -> list[Any]:
         """Returns the states of the FSDP2 modules that run with this model's, also of those around it."""

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
 from transformers.utils import logging
 
-from seqtile import declared
+from seqtile.declared import tokenwise
 from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
+from seqtile.ops.save_early import saved_unseen
 
 logger = logging.get_logger(__name__)
 _END = object()
@@ -33,7 +33,6 @@ _OF_TORCH = (
     *((nn.Module, name) for name in ("__call__", "_call_impl")),
     (nn.Linear, "forward"),
     (linear_module, "F"),
-    (declared, "latest"),
     *((F, name) for name in ("linear", "silu", "gelu")),
     *((torch._C._nn, name) for name in ("linear", "gelu")),
 )
@@ -93,8 +92,10 @@ class Verdicts:
         """Returns the same where no compiler runs."""
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved
+            with saved_unseen():  # a checkpoint counts what is saved
                 verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
+            if not all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
+                return verdict  # of weights by functional_call, which are not kept alive here
             kept = self._kept[module] = _Kept(verdict, module, dtype)
         return kept.verdict
 
@@ -117,7 +118,8 @@ class _Kept:
         looked_up = [(owner, name) for owner, name in looked_up if hasattr(owner, name)]
         self._owners, self._names = zip(*looked_up, strict=True)
         functions = [*map(getattr, self._owners, self._names), *held]
-        self._globals, self._global_names = zip(*_named_by(functions), strict=True)
+        named = [(tokenwise.__globals__, "latest"), *_named_by(functions)]
+        self._globals, self._global_names = zip(*named, strict=True)
         now = self.now(module, dtype)
         loose = {id(each) for each in held if isinstance(each, torch.Tensor)}
         self.seen = [None if id(each) in loose else each for each in now]  # they may have a graph; not kept alive here

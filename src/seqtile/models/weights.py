@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear as linear_module
 from torch.nn.utils.parametrize import is_parametrized
@@ -167,10 +166,14 @@ class LoraLinear(NamedTuple):
 def read_projection(name: str, module: nn.Module) -> Projection:
     """Returns the whole tensors of a readable projection.
 
-    Raises ValueError if they are sharded at present. Under ZeRO-3 each call is a collective.
+    Raises ValueError if they are sharded at present, or if it is not readable. Under ZeRO-3 each call is a collective.
     """
     layers = split_lora(module)
-    assert isinstance(layers, LoraLinear), f"{name} {layers}"
+    if isinstance(layers, str):
+        raise ValueError(
+            f"{name} {layers}: expected the plain projection that it was when the forward of its layer began; change "
+            "modules and hooks between forwards only"
+        )
     base, a, b, scale = layers
     quantized = quantized_weight_of(base)
     weight = _whole(name, base.weight) if quantized is None else None
@@ -288,23 +291,6 @@ def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
             "(fully_shard(model) alone, or in one group), and leave it out of a tensor-parallel plan"
         )
     return weight
-
-
-def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
-    """Returns function(*args). If FSDP2 shards the module by itself, or ZeRO-3 has hooks on it, the function is called
-    inside the module's own call, whose hooks gather the weight and handle its gradient."""
-    if not isinstance(module, FSDPModule) and "ds_id" not in vars(module):
-        return function(*args)
-
-    def once(*args: torch.Tensor) -> Any:
-        del module.forward  # before `module_unfused_reason` sees it
-        return function(*args)
-
-    module.forward = once
-    try:
-        return module(*args)
-    finally:
-        vars(module).pop("forward", None)
 
 
 def is_transformed() -> bool:

@@ -64,7 +64,7 @@ def default_generators(device: torch.device) -> list[Generator]:
     return found
 
 
-def _generator(name: str, thing: Any) -> Generator:
+def generator_of(name: str, thing: Any) -> Generator:
     """Wraps a generator of torch, Python or numpy, with its current state."""
     if isinstance(thing, torch.Generator):
         return Generator(name, thing.get_state, thing.set_state)
@@ -151,7 +151,7 @@ class WatchedState:
         self.error = error
         roots = [(f"{kind} {i}", tensor, None) for kind, tensors in given.items() for i, tensor in enumerate(tensors)]
         found = [*found_in([*roots, *holds])]
-        self.generators = [_generator(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
+        self.generators = [generator_of(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
         self.tensors = [WatchedTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
         if any(isinstance(each.tensor, FakeTensor) for each in self.tensors):  # then real ones cannot be copied either
             return
@@ -200,14 +200,14 @@ def found_in(roots: Sequence[Found]) -> Iterator[Found]:
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing
-        if _is_kept(thing):
+        if is_kept(thing):
             yield name, thing, owner
         else:  # reversed, so that the first name found is used
             owner = thing if _is_module(thing) else None
             pending += [(inner, part, owner) for inner, part in reversed([*_inside(name, thing)])]
 
 
-def _is_kept(thing: Any) -> bool:
+def is_kept(thing: Any) -> bool:
     """Returns whether an object is a tensor or a generator of torch, Python or numpy."""
     kind = type(thing)  # isinstance is slow with torch.Generator
     return not _KEPT.isdisjoint(kind.__mro__) or hasattr(kind, "_bit_generator")
@@ -225,7 +225,7 @@ def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(thing, MethodType | BuiltinMethodType):
         return (name, getattr(thing, "__func__", None)), (name or type(thing.__self__).__name__, thing.__self__)
     if isinstance(thing, FunctionType):
-        return _named_by(thing).items()
+        return named_by(thing).items()
     if isinstance(thing, list | tuple | dict):
         items = thing.items() if isinstance(thing, dict) else enumerate(thing)
         return [(f"{name}[{key!r}]", element) for key, element in items]
@@ -237,17 +237,17 @@ def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
     name = name or type(thing).__name__
     own = {key: part for key, part in vars(thing).items() if not isinstance(part, _PLAIN)}
     inner = [*thing._buffers.items(), *thing._modules.items()] if _is_module(thing) else []
-    kept = [(f"{name}.{key}", part) for key, part in (*inner, *own.items()) if _is_kept(part) or _is_module(part)]
+    kept = [(f"{name}.{key}", part) for key, part in (*inner, *own.items()) if is_kept(part) or _is_module(part)]
     return [*kept, (name, own.get("forward", getattr(type(thing), "forward", None)))]
 
 
-def _named_by(function: FunctionType) -> dict[str, Any]:
+def named_by(function: FunctionType) -> dict[str, Any]:
     """Returns the contents of a function's closure and defaults, and the globals that its code names. Skips functions
     of other files, such as torch's, which hold none of its author's state."""
     code, shared, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
     found = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
     found |= function.__kwdefaults__ or {}
-    for name in _names_in(code) & shared.keys():
+    for name in names_in(code) & shared.keys():
         if not isinstance(shared[name], FunctionType) or shared[name].__globals__ is shared:
             found[name] = shared[name]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -255,9 +255,9 @@ def _named_by(function: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Returns the names that code uses, including functions and comprehensions inside it."""
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
-from seqtile.ops.save_early import save_early, saved_for
+from seqtile.ops.save_early import Unchanged, save_early, saved_for, saved_unseen
 from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -129,17 +129,17 @@ def _tiled(
     fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int, used_alone: bool
 ) -> Outputs:
     check_no_transform("tiled")
-    given, node = save_early((*inputs, *shared), () if used_alone else params)
+    given, node = save_early((*inputs, *shared))
     fn = fn if isinstance(fn, Holding) else Holding(fn, [("", fn, None)])
     state = ForwardState.now(inputs[0].device)
-    call = Call(fn, len(inputs), params, (), step, dim, node, torch.is_grad_enabled(), state, is_trial())
+    call = Call(fn, len(inputs), params, None, step, dim, node, torch.is_grad_enabled(), state, is_trial())
     held = call.held(given, ValueError)
     first, used = call.run_first(held, given)
     found = [param for param in params if not used_alone or id(param) in used]
     params = tuple(sorted(found, key=lambda param: used.get(id(param), (0, 0))))
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
-    versions = tuple(param._version for param in params) if used_alone and node is not None else ()
-    outputs = TiledFunction.apply(call._replace(params=params, versions=versions), held, first, *given, *leaves)
+    call = call._replace(params=params, unchanged=Unchanged(params))
+    outputs = TiledFunction.apply(call, held, first, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -160,14 +160,13 @@ class Call(NamedTuple):
     fn: Holding
     inputs: int
     params: Tensors
-    versions: tuple[int, ...]
-    """Versions of the parameters. No node saves these, because only the first chunk shows which are used."""
+    unchanged: Unchanged | None
+    """The parameters after the first chunk, which shows which are used."""
     step: int
     """The number of positions of a chunk."""
     dim: int
     node: Node | None
-    """The node that saves `given` and, unless they have versions, the parameters; None if no tensor of `given` requires
-    a gradient."""
+    """The node that saves `given`; None if no tensor of `given` requires a gradient."""
     differentiate: bool
     state: ForwardState
     trial: bool  # see `to_be_filled`
@@ -187,8 +186,7 @@ class Call(NamedTuple):
         `_leaves_behind`. An untiled backward produces gradients in the reverse order. Under ZeRO all ranks must,
         including those whose sequence fits in a chunk."""
         first = chunks(given[0].shape[self.dim], self.step)[0]
-        hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from an outer checkpoint
-        with torch.set_grad_enabled(self.differentiate), hidden:  # most functions use the same leaves in every chunk
+        with torch.set_grad_enabled(self.differentiate), saved_unseen():  # most use the same leaves in every chunk
             _, results = self.run(held, given, first, guarded=True)
         return [result.detach() for result in results], _leaves_behind(results)
 
@@ -215,7 +213,7 @@ class TiledFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # unused outputs get no gradient
         ctx.call, ctx.node, given = call, call.node, tensors[: len(tensors) - len(call.params)]
         if call.node is None:
-            ctx.save_for_backward(*given, *call.params)
+            ctx.save_for_backward(*given)
         results, length = tuple(first), given[0].shape[call.dim]
         first.clear()  # frees the first chunk's outputs after they are copied
         outputs = []
@@ -236,14 +234,11 @@ class TiledFunction(torch.autograd.Function):
     def backward(ctx, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_first_derivative("tiled")
         call: Call = ctx.call
-        saved = saved_for(ctx)
-        if call.versions and call.versions != tuple(param._version for param in call.params):
-            raise RuntimeError(
-                "a parameter that a tiled function uses was changed in place between its forward and its backward; "
-                "expected parameters to stay as they are until the backward has run"
-            )
-        needs = ctx.needs_input_grad[3:]
-        given = saved[: len(needs) - len(call.params)]
+        given = saved_for(ctx)
+        call.unchanged.check()
+        needs = list(ctx.needs_input_grad[3:])
+        for i, param in enumerate(call.params, len(given)):
+            needs[i] &= param.requires_grad  # autograd drops the gradient of a leaf that is frozen by now
         inputs = zip(given, needs[: call.inputs], strict=False)
         d_inputs = [to_be_filled(x, trial=call.trial) if need else None for x, need in inputs]
         shared = given[call.inputs :]

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, ulysses_attention
-from seqtile.sp.backends import has_masks
+from seqtile.sp.backends import check_has_masks
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers
 from seqtile.sp.sharding_hooks import ShardingHooks
@@ -22,6 +22,8 @@ from seqtile.sp.whole_batches import WholeBatches, text_model_of
 
 _ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers that mix tokens only in attention
 _RECURRENCES = {"linear_attention", "hybrid", "conv"}  # also in a recurrence or a convolution
+_OTHERS = {"cross_attention_layers": "cross-attention", "keep_window_size": "masks that its layers make"}
+"""Fields of configs, and what else mixes tokens in a model with them."""
 
 
 def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str = "cut") -> None:
@@ -82,12 +84,9 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
             "this model gets batches that are cut, so no rank has whole rows; "
             'expected sp.apply_ulysses(model, ctx, batches="whole")'
         )
-    name = text_model_of(model).config._attn_implementation if applied is None else applied.implementation
-    if not has_masks(name):
-        raise ValueError(
-            f"{name!r} has no mask function, which queries after a shared prefix need; "
-            'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
-        )
+    if applied is not None:
+        applied.take_chosen_attention()
+    check_has_masks(text_model_of(model).config._attn_implementation if applied is None else applied.implementation)
     if applied is None:
         _apply(model, ALONE, WholeBatches)
     getattr(model, SHARDED).min_tokens = min_tokens
@@ -145,6 +144,7 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside
         raise ValueError("a model that is sharded has the same config object; give this one a config of its own")
     unknown = sorted({type(module).__name__ for module in recurrent if not is_known(module)})
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
+    others += [what for field, what in _OTHERS.items() if getattr(config, field, None)]
     others += ["an encoder"] if config.is_encoder_decoder else []
     others += [f"{', '.join(unknown)}, whose recurrence is not known"] if unknown else []
     takes_positions = "position_ids" in inspect.signature(type(model.base_model).forward).parameters

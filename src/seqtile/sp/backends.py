@@ -126,12 +126,20 @@ def _zeros(q: Tensor, v: Tensor) -> Tensor:
     return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
 
 
+def averages_padding(model: nn.Module, implementation: str) -> bool:
+    """Returns whether a model's attention gives queries that see no key the mean of all values, as a softmax over an
+    additive mask does, rather than zeros."""
+    is_additive = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) == masking_utils.eager_mask
+    return is_additive and not any(hasattr(module, "sinks") for module in model.modules())
+
+
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
     """Computes attention block by block with boolean or additive masks. Computes rows with the same documents
     together."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
     by_cudnn = may_choose_cudnn(attention.layout.implementation, q)
+    whole = _whole_length(attention) if additive else 0
 
     def is_square(block: Block) -> bool:
         return not additive and block.is_square(reach)
@@ -140,9 +148,13 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
         is_told = attention.layout.implementation == "sdpa" and is_causal_from_the_end(q, block, reach)
         return (is_told and not additive) or is_square(block)
 
-    def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def with_mask(block: Block, documents: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if is_uncut(block):  # one query, the last, sees every key
             mask = causal_from_the_end(q.shape[2], k.shape[2]) if q.shape[2] > 1 else None
+        elif not block.keys:
+            mask = torch.zeros(1, 1, block.q1 - block.q0, whole, dtype=torch.bool, device=q.device)
+            for start, stop in documents:
+                mask[..., start:stop] = block._replace(keys=((0, whole),)).mask(reach, q.device)[:, start:stop]
         else:
             mask = block.mask(reach, q.device)[None, None]
         if additive:
@@ -151,24 +163,25 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             return attention.with_sinks(sinks).compute(q, k, v, mask)
 
     def cut_into_blocks() -> tuple[list[list[Block]], dict[int, int] | None]:
-        cut = [list(blocks(row, reach, is_uncut)) for row in parted]
+        cut = [list(blocks(row, reach, is_uncut, whole)) for row in parted]
         squares = {block.q1 - block.q0 for row in cut for block in row if is_square(block)}
         return cut, lengths_for_cudnn(squares) if by_cudnn else {}
 
     key = ("blocks", rows, reach, additive, bool(attention.spans), q.dtype)
     cut, lengths = attention.layout.once(key, cut_into_blocks)
-    for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
+    of_rows = in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0)
+    for of_row, documents, (q_row, k_row, v_row) in zip(cut, attention.layout.documents, of_rows, strict=True):
         queries = [part for (part,) in in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)]
         of_squares = keys_of_squares([block for block in of_row if is_square(block)], k_row, v_row)
         parts: list[Tensor | None] = [None] * len(of_row)
         with without_cudnn() if lengths is None else nullcontext():
             for i, (block, part) in enumerate(zip(of_row, queries, strict=True)):
-                if not block.keys:
+                if not block.keys and not whole:
                     parts[i] = _zeros(part, v)
                 elif is_square(block):
                     parts[i] = in_lengths(lengths or {}, attention.compute, part, *of_squares[block.q0])
         masked = [i for i, part in enumerate(parts) if part is None]
-        calls = [Call(partial(with_mask, of_row[i]), of_row[i].keys) for i in masked]
+        calls = [Call(partial(with_mask, of_row[i], documents), of_row[i].keys or ((0, whole),)) for i in masked]
         outs = call_again_in_backward(
             calls, [queries[i] for i in masked], k_row, v_row, attention.sinks, attention.draws
         )
@@ -176,6 +189,16 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
+
+
+def _whole_length(attention: LocalAttention) -> int:
+    """Returns how many tokens of a row padding may see, 0 for none. A softmax over an additive mask gives padding the
+    values of others, which a shifted loss reads in front of a row's first token. Waits for the device if the length is
+    there."""
+    layout = attention.layout
+    if layout.mask is None or attention.sinks is not None or not any(row and row[0][0] for row in layout.documents):
+        return 0
+    return layout.length if layout.whole_length is None else int(layout.whole_length)
 
 
 def keys_of_squares(squares: list[Block], k: Tensor, v: Tensor) -> dict[int, Sequence[Tensor]]:
@@ -343,9 +366,13 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
     return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
-def has_masks(implementation: str) -> bool:
-    """Returns whether an attention supports masks; otherwise it computes only causal squares."""
-    return _form_of(implementation) is not None
+def check_has_masks(implementation: str) -> None:
+    """Raises ValueError if an attention takes no masks, and so computes only causal squares."""
+    if _form_of(implementation) is None:
+        raise ValueError(
+            f"{implementation!r} has no mask function, which queries after a shared prefix need; "
+            'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
+        )
 
 
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:

@@ -61,7 +61,7 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
     counts = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches])
     total = counts.sum().to(device_of(ctx))
     dist.all_reduce(total)
-    return (total / ctx.data_parallel_size).to(counts.device)
+    return (total * ctx.size / dist.get_world_size()).to(counts.device)  # ranks of one replica count the same labels
 
 
 def parts_of(

@@ -6,10 +6,12 @@ whole batch, and every forward compares the ranks' hashes.
 Source: Arctic Long Sequence Training, 3.4.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqtile.protocols import LAYOUT
@@ -181,14 +183,20 @@ def token_hashes(values: Tensor) -> Tensor:
 
 
 def check_same_batch(
-    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, sp_group: SequenceParallel, expected: str
+    tokens: Tensor,
+    kwargs: Mapping[str, Any],
+    batch_hash: Tensor | None,
+    sp_group: SequenceParallel,
+    expected: str,
+    choices: Mapping[str, str],
 ) -> int:
     """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]. Of the
-    model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch.
+    model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch. `choices` are the ways in
+    which modules compute.
 
     Raises ValueError on every rank, naming what was `expected`, if the ranks hold batches of different shapes or shards
-    of different batches, if they have no position_ids, or if all ranks hold the same tokens and nothing marks them as
-    shards. One small collective and one wait for the device.
+    of different batches, if they have no position_ids, if all ranks hold the same tokens and nothing marks them as
+    shards, or if a module's way is not the same on all ranks. One small collective and one wait for the device.
     """
     position_ids, items = kwargs.get("position_ids"), kwargs.get("num_items_in_batch")
     rows, last, own = 0, 0, batch_hash
@@ -198,12 +206,19 @@ def check_same_batch(
         comparable = sp_group.size > 1 and position_ids is not None and not tokens.is_floating_point()
         own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else sp_group.rank
     sizes = [*tokens.shape[:2], int(kwargs.get("attention_mask") is not None), rows, int(batch_hash is not None)]
-    numbers = (sizes, 0 if items is None else items, last, own)  # on the host and the device: one wait for all
+    way = zlib.crc32(repr(sorted(choices.items())).encode())
+    numbers = (way, sizes, 0 if items is None else items, last, own)  # on the host and the device: one wait for all
     mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
     ranks = torch.stack(gather(mine, sp_group)).tolist()
+    ways = {rank.pop(0) for rank in ranks}
     shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]
     wrong = None
-    if any(shape != shapes[0] for shape in shapes):
+    if len(ways) > 1:
+        wrong, expected = (
+            _differing(choices, sp_group),
+            "the same hooks, adapters and options on every rank of the group",
+        )
+    elif any(shape != shapes[0] for shape in shapes):
         wrong = f"the ranks of a group hold batches of different shapes, {_COMPARED} = {shapes}"
     elif position_ids is None:
         wrong = "no position_ids came with the tokens, and nothing else tells a shard from a whole sequence"
@@ -214,3 +229,12 @@ def check_same_batch(
     if wrong is not None:
         raise ValueError(f"{wrong}; expected {expected}")
     return max(lasts)
+
+
+def _differing(choices: Mapping[str, str], sp_group: SequenceParallel) -> str:
+    """Returns which module the ranks compute in different ways. One collective."""
+    found: list = [None] * sp_group.size
+    dist.all_gather_object(found, dict(choices), group=sp_group.group)
+    names = [name for name in found[0] | found[-1] if len({each.get(name) for each in found}) > 1]
+    name = next(iter(names), "a layer")
+    return f"the ranks of a group compute {name} in different ways, {[each.get(name) for each in found]}"

@@ -7,6 +7,9 @@
 A document continues the document that its row shares with other rows. Its tokens keep their positions. Only attention
 and recurrences need to know of this, see segments.py; everything else computes each token by itself. Tokens of several
 rows are equal if all inputs of the text model are equal for them and for all tokens before them.
+
+Of padding on the left each row keeps the last token, behind all documents: a shifted loss predicts the row's first
+token from it.
 """
 
 from collections.abc import Mapping
@@ -34,7 +37,7 @@ class PrefixTree(NamedTuple):
     taken: Tensor
     """[T]: for each token of the one row, its index in the flattened batch; on the CPU."""
     places: Tensor
-    """[B, S]: for each token of the batch, its index in the one row, 0 for padding; on the CPU."""
+    """[B, S]: for each token of the batch, its index in the one row, 0 for padding that is not in it; on the CPU."""
     saved: int
     """The number of tokens saved."""
     last_position: int
@@ -56,9 +59,12 @@ class PrefixTree(NamedTuple):
         return found
 
 
-def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: int) -> PrefixTree | str:
+def prefix_tree(
+    given: Mapping[str, Any], rows: int, length: int, min_tokens: int, averages_padding: bool = False
+) -> PrefixTree | str:
     """Returns the tree of a batch of [rows, length] tokens from the text model's arguments. If there is none, returns
     why: no rows share the first `min_tokens` tokens, a mask has a hole, or an argument has no known token dimension.
+    `averages_padding`: attention gives padding the mean of its row's values, so no two rows share it.
 
     One wait for the device. Allocates up to 2^24 comparisons at a time, 8 bytes per token for each argument, and while
     it hashes an argument of several values per token 24 MiB.
@@ -79,14 +85,19 @@ def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: in
     if has_hole or begins_anew:
         return "a row's mask has a hole" if has_hole else "positions begin anew in a row, as in packed documents"
     first, tokens, common = of_rows[:rows], of_rows[rows : 2 * rows], of_rows[2 * rows :]
+    padded = [row for row in range(rows) if tokens[row] and first[row]]
+    if padded and averages_padding:
+        return "its attention gives padding on the left the mean of a row's values"
     found = _Growing(first, tokens, [common[i * rows : (i + 1) * rows] for i in range(rows)], length, min_tokens)
     found.grow([row for row in range(rows) if tokens[row]], 0, None)
     if (saved := sum(tokens) - found.length) == 0:
         longest = max(common[i * rows + j] for i in range(rows) for j in range(i))
         why = f"the longest common beginning has {longest}" if longest else "no two rows begin alike"
         return why + "; rows begin at different positions, as behind unequal padding on the left" * is_moved
-    documents, parents = tuple(found.documents), tuple(found.parents)
-    return PrefixTree(documents, parents, torch.cat(found.taken), found.places, saved, last_position)
+    last = torch.tensor([first[row] - 1 for row in padded], dtype=torch.long)
+    found.places[padded, last] = found.length + torch.arange(len(padded))
+    taken = torch.cat([*found.taken, length * torch.tensor(padded, dtype=torch.long) + last])
+    return PrefixTree(tuple(found.documents), tuple(found.parents), taken, found.places, saved, last_position)
 
 
 def _is_known(name: str, value: Any, rows: int, length: int) -> bool:

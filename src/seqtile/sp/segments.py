@@ -109,13 +109,18 @@ def _seen(keys: Rows, q0: int, reach: int) -> Rows:
     return tuple(reversed(found))
 
 
-def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool]) -> Iterator[Block]:
+def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool], whole: int = 0) -> Iterator[Block]:
     """Yields the segments, cut into blocks with small masks: a block has at most as many queries as a query sees keys.
-    A segment stays uncut if `is_uncut` returns True, because it then needs no mask."""
+    A segment stays uncut if `is_uncut` returns True, because it then needs no mask. `whole`: how many keys the masks of
+    padding have."""
     for segment in found:
         q0, q1, keys, two_ways = segment
-        if not keys or is_uncut(segment):
+        if is_uncut(segment) or not (keys or whole):
             yield segment
+            continue
+        if not keys:
+            size = max(1, MASK_ELEMENTS // whole)
+            yield from (Block(start, min(q1, start + size), ()) for start in range(q0, q1, size))
             continue
         size = min(reach, max(1, MASK_ELEMENTS // min(count(keys), 2 * reach)))
         while q0 < q1:

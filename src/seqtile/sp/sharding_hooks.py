@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seqtile.protocols import CHOICE
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME
 from seqtile.sp.balance import Balance
@@ -26,6 +27,7 @@ from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import ALONE, SequenceParallel, add_up
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
 from seqtile.sp.loss import PartialLossFunction
+from seqtile.sp.outside_masks import OUTSIDE
 from seqtile.sp.recurrence import Recurrence, is_recurrence
 
 
@@ -47,7 +49,7 @@ class ShardingHooks:
         self.layers = layers
         """The number of modules that mix tokens."""
         self.implementation = model.config._attn_implementation
-        """The model's original attention."""
+        """The attention that computes a rank's heads: the model's own, or the one chosen since."""
         self.layout: Layout | None = None
         """The layout of the running forward; None between forwards, also after a failed one."""
         self.last_position = 0
@@ -76,10 +78,20 @@ class ShardingHooks:
         self._use_attention()
 
     def _use_attention(self) -> None:
+        self.at_rest = NAME
         self.model.set_attn_implementation(NAME)
+
+    def take_chosen_attention(self) -> None:
+        """Takes the attention that `set_attn_implementation` chose between two forwards."""
+        chosen = self.model.config._attn_implementation
+        is_of_forward = chosen in (NAME, OUTSIDE, self.at_rest) or (self.takes_whole and chosen == self.implementation)
+        if not is_of_forward:
+            self.implementation = chosen
+            self._use_attention()
 
     def remove(self) -> None:
         """Removes the hooks."""
+        self.take_chosen_attention()
         for handle in self.handles:
             handle.remove()
         for module in self.model.modules():
@@ -115,6 +127,7 @@ class ShardingHooks:
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Finds the layout. Raises ValueError for labels without the values that a shard's loss needs."""
+        self.take_chosen_attention()
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if missing and self.sp_group.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
@@ -146,7 +159,17 @@ class ShardingHooks:
         return layout
 
     def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
-        return check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected)
+        return check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected, self.choices())
+
+    def choices(self) -> dict[str, str]:
+        """Returns in which way each module computes that sends something else in another way."""
+        found = {}
+        for name, module in self.model.named_modules() if self.sp_group.size > 1 else ():
+            if (choice := getattr(module.forward, CHOICE, None)) is not None:
+                found[name] = choice(module)
+            if isinstance(keys := vars(module).get("expand_kv"), CompressedKeys):
+                found[name] = "with compressed keys" if keys.is_chosen else "with keys by heads"
+        return found
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout and global position_ids."""

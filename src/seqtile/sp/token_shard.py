@@ -30,6 +30,7 @@ _ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
 _ELEMENTWISE = _ELEMENTWISE.split()
 _REDUCTIONS = "mean sum argmax logsumexp amax var".split()
 _OVER_LAST = (*_REDUCTIONS, "softmax", "log_softmax")
+_LIKE = ("view_as", "reshape_as", "expand_as")
 _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
@@ -113,7 +114,10 @@ class TokenShard(Tensor):
         if torch.compiler.is_compiling():
             raise RuntimeError("values whose tokens are spread over ranks cannot be compiled; pass their .whole()")
         first = args[0] if args else None
-        if function in ABOUT or isinstance(function, torch._ops.OpOverload):  # dispatch modes call OpOverloads
+        is_same = name in _LIKE and first.shape == args[1].shape  # as FSDP2's hooks call it
+        if (
+            function in ABOUT or is_same or isinstance(function, torch._ops.OpOverload)
+        ):  # dispatch modes call OpOverloads
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")
@@ -153,7 +157,8 @@ class TokenShard(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Handles the operations that autograd and C++ code call, below the graph."""
         name, first = function.overloadpacket.__name__, args[0]
-        if name in ("detach", "alias", "clone") or (name == "view" and tuple(args[1]) == tuple(first.shape)):
+        is_same = name in ("view", "expand") and tuple(args[1]) == tuple(first.shape)
+        if name in ("detach", "alias", "clone") or is_same:
             rows = first.rows.clone() if name == "clone" else first.rows
             return TokenShard(rows, first.owners, first.is_gradient)
         if name in ("add", "add_", "mul", "div") and not kwargs and (found := _of_gradients(name, *args)) is not None:

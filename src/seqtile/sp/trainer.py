@@ -50,6 +50,7 @@ class SequenceParallelTrainerMixin:
             raise ValueError(
                 f"{', '.join(found)}: expected none over ranks that share sequences, where it would change the result"
             )
+        self.accelerator.dataloader_config.dispatch_batches = False  # Accelerate dispatches a stream's if None is given
         for model in (getattr(self, name, None) for name in MODELS):
             if isinstance(model, nn.Module):
                 apply_ulysses(self.accelerator.unwrap_model(model), sequence_parallel, batches="whole")
@@ -160,8 +161,9 @@ class _Groups:
                 return groups.once_a_group(super().gather(tensor))
 
             def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-                found, size = super().reduce(tensor, reduction, scale), groups.sp_group.size
-                return tree_map_only(Tensor, lambda x: x / size, found) if reduction == "sum" else found
+                found, ranks = super().reduce(tensor, reduction, scale), dist.get_world_size()
+                times = ranks // groups.sp_group.data_parallel_size  # the ranks of one replica
+                return tree_map_only(Tensor, lambda x: x / times, found) if reduction == "sum" else found
 
             def _prepare_deepspeed(self, *args: Any) -> Any:
                 with self._counting(ranks=True):

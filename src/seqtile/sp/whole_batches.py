@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from seqtile.protocols import SHARDED
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME, UlyssesFunction
+from seqtile.sp.backends import averages_padding, check_has_masks
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
@@ -124,6 +125,7 @@ class WholeBatches(ShardingHooks):
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""
+        self.take_chosen_attention()
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.has_gradient = any(tensor.requires_grad for tensor in tensors)
         if cache_in(kwargs) is not None:
@@ -146,6 +148,7 @@ class WholeBatches(ShardingHooks):
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
+        self.take_chosen_attention()
         if (why := _row_by_row(kwargs, self.is_alone)) is not None:
             tokens = next((each for each in (*args, *map(kwargs.get, _TOKENS)) if each is not None), None)
             self.last_batch = 0 if tokens is None else tokens.shape[:2].numel(), 0, why
@@ -181,7 +184,9 @@ class WholeBatches(ShardingHooks):
         elif self.has_gradient or (tokens.grad_fn is None and tokens.requires_grad):
             tree = "inputs require a gradient, each row its own"
         else:
-            tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens)
+            check_has_masks(self.implementation)
+            averages = averages_padding(self.model, self.implementation)
+            tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens, averages)
         saved, why = (0, tree) if isinstance(tree, str) else (tree.saved, None)
         self.last_batch = tokens.shape[:2].numel(), saved, why
         return None if isinstance(tree, str) else tree

@@ -29,6 +29,7 @@ from seqtile.ops.decoder_layer.attention_graph import (
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.linear import NodeParams, finish_weight_grads, main_grad_of, tensors_of, views_of, weight_grads
+from seqtile.ops.save_early import Unchanged
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import SequenceParallelAttention
 
@@ -119,7 +120,9 @@ class AttentionFunction(torch.autograd.Function):
         ctx.runs, ctx.leaves = runs, leaves  # not saved: what is unpacked may lack a leaf's hooks
         if call.differentiate:
             ctx.params, ctx.main_grads = NodeParams.of(params), [main_grad_of(leaf) for leaf in leaves]
-            ctx.save_for_backward(x, cos, sin, *tensors_of(params), *outs, *saved)
+            own = tensors_of(params)
+            ctx.save_for_backward(x, cos, sin, *own, *outs, *saved)
+            ctx.unchanged = Unchanged.parameters(own)
         return x.view_as(x), *outs
 
     @staticmethod
@@ -159,6 +162,7 @@ class _Backward:
         self.call, self.sizes, self.sp_attention = ctx.call, ctx.call.sizes, ctx.call.sp_attention
         self.runs, self.leaves, self.needs_x, self.d_h = ctx.runs, ctx.leaves, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
+        ctx.unchanged.check()
         count, needs = len(ctx.params.main_grads), ctx.needs_input_grad[6:]
         params, sums = (AttentionParams(*parts) for parts in ctx.params.restored(saved[:count], needs[:count]))
         self.outs, self.saved = saved[count : count + self.sizes.groups], saved[count + self.sizes.groups :]

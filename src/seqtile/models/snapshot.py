@@ -1,0 +1,147 @@
+"""What decides the result of modules in a forward, put back for a backward that runs the modules again.
+
+    forward    snapshot = Snapshot(parts, dicts, ...)
+    backward   with snapshot.put_back():      classes, attributes, children, parameters, adapters, hooks of then
+                   ... the modules run ...
+                                              as before
+
+`changed` names what cannot be put back.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import is_
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from seqtile.models.hooks import hooks_of, is_harmless
+from seqtile.ops.save_early import Unchanged
+
+_END = object()
+_OF_TORCH = ((nn.Module, "__call__"), (nn.Module, "_call_impl"))
+_OF_TORCH += tuple((F, name) for name in ("linear", "silu", "gelu", "cross_entropy"))
+
+
+def dicts_of(module: nn.Module) -> Iterator[dict]:
+    """Yields the dicts that a module keeps: its children, parameters, buffers, hooks, scalings of adapters."""
+    for name, value in vars(module).items():
+        if isinstance(value, dict) and "state_dict" not in name:
+            yield value
+
+
+class Snapshot:
+    """The classes and the attributes of modules, and the contents of their dicts, as they are now.
+
+    Args:
+        parts: every module.
+        dicts: what `dicts_of` yields for them.
+        without: dicts, and names there, whose values are not kept alive.
+        rewritten: ids of tensors that may change in place.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        dicts: Sequence[dict],
+        without: Sequence[tuple[dict[str, Any], str]],
+        rewritten: Collection[int],
+    ):
+        self._parts, self._dicts = parts, [*map(vars, parts), *dicts]
+        self._types, self._then = [*map(type, parts)], [*map(dict.copy, self._dicts)]
+        own = [each for part in parts for each in (part._parameters, part._buffers)]
+        held = [each for each in chain.from_iterable(map(dict.values, own)) if each is not None]
+        self._requires_grad = [(each, each.requires_grad) for each in held if each.is_leaf]
+        # trained ones are checked by those who use them: an optimizer may step inside the backward
+        self._frozen = Unchanged([each for each in held if not each.requires_grad and id(each) not in rewritten])
+        kept = {id(own): then for own, then in zip(self._dicts, self._then, strict=True)} if without else {}
+        for own, name in without:
+            del kept[id(own)][name]
+        self._fixed = self._fixed_now()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Restores everything for the time of the context, but for what `changed` names."""
+        if all(map(is_, self._flat(map(type, self._parts), self._dicts), self._flat(self._types, self._then))):
+            types, changed = [], []
+        else:
+            types = [(part, type(part)) for part in self._parts]
+            pairs = [(own, dict(own), _wanted(own, then)) for own, then in zip(self._dicts, self._then, strict=True)]
+            changed = [(own, now, wanted) for own, now, wanted in pairs if not _same(now, wanted)]
+        thawed = [each for each, required in self._requires_grad if each.requires_grad and not required]
+        try:
+            for (part, now), then in zip(types, self._types, strict=False):
+                if now is not then:
+                    part.__class__ = then
+            for own, _, wanted in changed:
+                _fill(own, wanted)
+            for each in thawed:
+                each.requires_grad_(False)
+            yield
+        finally:
+            for each in thawed:
+                each.requires_grad_()
+            for own, now, _ in reversed(changed):
+                _fill(own, now)
+            for part, now in types:
+                if type(part) is not now:
+                    part.__class__ = now
+
+    def _flat(self, types: Iterable[type], dicts: Sequence[dict]) -> Iterable[Any]:
+        names, values = (chain.from_iterable(map(kind, dicts)) for kind in (dict.keys, dict.values))
+        return chain(types, map(len, dicts), names, values, (_END,))
+
+    def _fixed_now(self) -> list[tuple[str, Any]]:
+        """Returns by name what cannot be put back."""
+        merged = filter(None, map(dict.get, map(vars, self._parts), repeat("merged_adapters")))
+        hooks = [hook for kind in hooks_of(None) for hook in kind.values() if not is_harmless(hook, False)]
+        forwards = zip(self._types, map(getattr, self._types, repeat("forward")), strict=True)
+        return [
+            *((f"{owner.__name__}.{name}", getattr(owner, name)) for owner, name in _OF_TORCH),
+            *((f"{kind.__name__}.forward", forward) for kind, forward in forwards),
+            ("the adapters that are merged into weights", [*map(tuple, merged)]),
+            ("the global module hooks", hooks),
+        ]
+
+    def changed(self) -> list[str]:
+        """Returns the names of what has changed and cannot be put back."""
+        changed = [name for (name, then), (_, now) in zip(self._fixed, self._fixed_now(), strict=True) if then != now]
+        if (found := self._frozen.changed()) is not None:
+            tensor, how = found
+            names = (name for then in self._then for name, value in then.items() if value is tensor)
+            changed.append(f"{next(names)} {list(tensor.shape)}, which {how}")
+        return changed
+
+
+def _wanted(now: dict, then: dict) -> dict:
+    """Returns what a dict is to hold: what it held, but for what others exchange. True tells how a new hook is
+    called."""
+    new = {name: value for name, value in now.items() if value is True and name not in then}
+    kept = new | {name: value for name, value in now.items() if _is_exchanged(value, then.get(name))}
+    return {name: value for name, value in then.items() if not _is_exchanged(value, now.get(name))} | kept
+
+
+def _is_exchanged(value: Any, other: Any) -> bool:
+    """Returns whether a value of a dict may differ between forward and backward: a hook that only watches, or one of
+    FSDP2's pairs of a sharded and an unsharded parameter."""
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(value, DTensor) != isinstance(other, DTensor) and value is not None and other is not None
+    return callable(value) and is_harmless(value, False)
+
+
+def _same(now: dict, then: dict) -> bool:
+    return [*now] == [*then] and all(map(is_, now.values(), then.values()))
+
+
+def _fill(own: dict, items: dict) -> None:
+    """Gives a dict these items, in this order."""
+    for name in own.keys() - items.keys():
+        del own[name]
+    if [*own] != [*items]:
+        for name in items:
+            own[name] = own.pop(name, None)
+    own.update(items)

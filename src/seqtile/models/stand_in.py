@@ -1,0 +1,103 @@
+"""What a model's forward finds in place of its head and its loss, in the thread that runs it alone.
+
+    self.lm_head          a descriptor of the class, which comes before nn.Module's look-up of children
+    self.loss_function    a property around that of PreTrainedModel
+
+Any other thread, or another forward inside, finds the head and the loss themselves: no attribute of the model changes.
+A compiler cannot follow a ContextVar; what it traces sets attributes of the model, which hide these.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+_now: ContextVar[dict[tuple[nn.Module, str], Any] | None] = ContextVar("stand_ins", default=None)
+
+
+def _stand_in(owner: nn.Module, name: str) -> Any:
+    now = None if torch.compiler.is_compiling() else _now.get()
+    return None if now is None else now.get((owner, name))
+
+
+class _Child:
+    """A child of a module, or its stand-in."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, owner: nn.Module | None, cls: type | None = None) -> Any:
+        if owner is None:
+            return self
+        if (found := _stand_in(owner, self._name)) is not None:
+            return found
+        if self._name not in owner._modules:
+            raise AttributeError(self._name)  # then nn.Module looks for it
+        return owner._modules[self._name]
+
+
+class _LossFunction(property):
+    """The `loss_function` of a model, or its stand-in."""
+
+
+def _loss_function(usual: property) -> _LossFunction:
+    get = usual.fget
+
+    def loss_function(model: nn.Module) -> Any:
+        found = _stand_in(model, "loss_function")
+        return get(model) if found is None else found
+
+    return _LossFunction(loss_function, usual.fset)
+
+
+@contextmanager
+def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> Iterator[None]:
+    """Lets a forward that runs inside find `loss` as the model's `loss_function`, and `head` as `owner`'s child of this
+    name."""
+    if torch.compiler.is_compiling():
+        with _as_attributes(model, loss, owner, name, head):
+            yield
+        return
+    if not isinstance(getattr(type(owner), name, None), _Child):
+        setattr(type(owner), name, _Child(name))
+    if not isinstance(type(model).loss_function, _LossFunction):
+        type(model).loss_function = _loss_function(type(model).loss_function)
+    token = _now.set({(model, "loss_function"): loss, (owner, name): head})
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+@contextmanager
+def _as_attributes(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> Iterator[None]:
+    own = vars(model).get("_loss_function")
+    object.__setattr__(owner, name, head)
+    object.__setattr__(model, "_loss_function", loss)
+    try:
+        yield
+    finally:
+        object.__delattr__(owner, name)
+        object.__delattr__(model, "_loss_function")
+        if own is not None:
+            object.__setattr__(model, "_loss_function", own)
+
+
+def without_stand_ins(function: Callable) -> Callable:
+    """Returns `function`, which finds heads and losses themselves also where a forward that calls it does not."""
+
+    @wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _now.get() is None:
+            return function(*args, **kwargs)
+        token = _now.set(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _now.reset(token)
+
+    return alone

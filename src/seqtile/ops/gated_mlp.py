@@ -223,7 +223,7 @@ def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
             operands[f"{name}_weight"] = projection.weight
         if projection.bias is not None:
             operands[f"{name}_bias"] = projection.bias
-    check_operands(_OP, "x", operands)
+    check_operands(_OP, operands)
     if x.dim() == 0 or x.numel() == 0:
         raise ValueError(f"{_OP}: x has shape {list(x.shape)}, expected [..., D] with at least one token")
     gate = params[0].shape

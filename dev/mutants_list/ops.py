@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "tiled: a leaf that is not listed is not noticed",
         "_check_leaves",
-        "if leaf is not None and id(leaf) not in allowed: raise error(",
-        "if leaf is not None and not allowed: raise error(",
+        "if id(leaf) not in allowed: raise error(",
+        "if not allowed: raise error(",
         TILED,
     ),
     Mutant(

@@ -22,7 +22,7 @@ from seqtile.models.late_read import AtForward, head_alone, in_rows
 from seqtile.models.logits_recipe import RULES, LogitsRecipe, autocast_now
 from seqtile.models.weights import leaves_of
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.leaf_gradients import gradients_of
+from seqtile.ops.graph import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
 from seqtile.tensor_like import ABOUT, input_first, is_in_place

@@ -1,14 +1,14 @@
-"""Computes gradients of a part of a graph inside the backward of the whole graph, without calling the leaves' hooks.
+"""Walks autograd's graph, and computes gradients of a part of it inside the backward of the whole.
 
-`p.register_hook(f)` promises f the whole gradient of p once per backward. torch.autograd.grad would call f with the
-gradient of each chunk, and the engine would call f again with their sum.
+For a part, the leaves' hooks are not called. `p.register_hook(f)` promises f the whole gradient of p once per backward.
+torch.autograd.grad would call f with the gradient of each chunk, and the engine would call f again with their sum.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 
 def gradients_of(
@@ -35,3 +35,24 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in emptied:
             hooks.update(kept)
+
+
+def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
+    """Yields every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
+    through it."""
+    seen: set[Node | None] = {start, None}
+    pending = list(ends)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]
+
+
+def leaves_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[tuple[torch.Tensor, Node, int]]:
+    """Yields every use of a leaf by a node of `nodes_behind`: the leaf, the node, and the place among its inputs."""
+    for node in nodes_behind(ends, start):
+        for place, (following, _) in enumerate(node.next_functions):
+            if (leaf := getattr(following, "variable", None)) is not None:
+                yield leaf, node, place

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
-from seqtile.ops.leaf_gradients import gradients_of
+from seqtile.ops.graph import gradients_of, leaves_behind
 from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.ops.save_early import Unchanged, save_early, saved_for, saved_unseen
-from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
+from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8  # by `check=True`
@@ -332,20 +332,17 @@ def _leaves_behind(results: Tensors) -> dict[int, tuple[int, int]]:
     """Returns the leaves that a graph reaches, by id, each with its place in the forward: the number of the node that
     used it first, and the negative index among that node's inputs."""
     used: dict[int, tuple[int, int]] = {}
-    for node in nodes_behind(result.grad_fn for result in results):
-        for place, (following, _) in enumerate(node.next_functions):
-            if (leaf := getattr(following, "variable", None)) is not None:
-                use = (node._sequence_nr(), -place)
-                used[id(leaf)] = min(use, used.get(id(leaf), use))
+    for leaf, node, place in leaves_behind(result.grad_fn for result in results):
+        use = (node._sequence_nr(), -place)
+        used[id(leaf)] = min(use, used.get(id(leaf), use))
     return used
 
 
 def _check_leaves(results: Tensors, known: Tensors, error: type[Exception]) -> None:
     """Raises `error` if the results' graph reaches a leaf that is not in `known`: its gradient would be lost."""
     allowed = {id(tensor) for tensor in known}
-    for node in nodes_behind(result.grad_fn for result in results):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in allowed:
+    for leaf, _, _ in leaves_behind(result.grad_fn for result in results):
+        if id(leaf) not in allowed:
             raise error(
                 f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
                 "it in params, or if it is computed from others pass what fn uses as shared"

@@ -15,8 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from seqtile.ops.decoder_layer.qkv import QKV
-from seqtile.ops.leaf_gradients import gradients_of
-from seqtile.ops.state import nodes_behind
+from seqtile.ops.graph import gradients_of, leaves_behind, nodes_behind
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From queries [B, h, S, K], keys and values [B, kv, S, K] to attention's output."""
@@ -184,17 +183,14 @@ def run_and_record(
 def _check_leaves(out: torch.Tensor, start: GradientEdge, known: Sequence[torch.Tensor]) -> None:
     """Raises UntrackedLeaves if the graph from `start` to `out` has leaves that are not `known`; ValueError if it goes
     on in nodes that were there before `start`."""
+    first, ends = start.node, [out.grad_fn]
+    if any(node._sequence_nr() < first._sequence_nr() for node in nodes_behind(ends, first)):  # a leaf's is the largest
+        raise ValueError(
+            "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
+            "leaves, such as parameters; leave this layer untiled (layer=False)"
+        )
     allowed = {id(tensor) for tensor in known}
-    missing: dict[int, torch.Tensor] = {}
-    for node in nodes_behind([out.grad_fn], start.node):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in allowed:
-            missing[id(leaf)] = leaf
-        elif leaf is None and node._sequence_nr() < start.node._sequence_nr():
-            raise ValueError(
-                "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
-                "leaves, such as parameters; leave this layer untiled (layer=False)"
-            )
+    missing = {id(leaf): leaf for leaf, _, _ in leaves_behind(ends, first) if id(leaf) not in allowed}
     if missing:
         raise UntrackedLeaves(list(missing.values()))
 

@@ -73,28 +73,18 @@ def _divergence_kernel(
             p, logp, s_slope = _probabilities(student, columns, s_max, s_log)
             q, logq, t_slope = _probabilities(teacher, columns, t_max, t_log)
             p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
-            _store_gradients(
-                student[0] + columns, teacher[0] + columns, columns < vocab, p, p_term, student_sum, q, q_term,
-                teacher_sum, beta, row_scale * s_slope, row_scale * t_slope, KIND, STUDENT_GRAD, TEACHER_GRAD,
-            )  # fmt: skip
-
-
-@triton.jit
-def _store_gradients(
-    student_place, teacher_place, mask, p, p_term, student_sum, q, q_term, teacher_sum, beta, s_scale, t_scale,
-    KIND: tl.constexpr, STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradients of the capped logits of one or both rows."""
-    if KIND == FORWARD:
-        d_student, d_teacher = p - q, q * (q_term - teacher_sum)
-    elif KIND == REVERSE:
-        d_student, d_teacher = p * (p_term - student_sum), q - p
-    else:
-        d_student, d_teacher = (1.0 - beta) * p * (p_term - student_sum), beta * q * (q_term - teacher_sum)
-    if STUDENT_GRAD:
-        tl.store(student_place, (d_student * s_scale).to(student_place.dtype.element_ty), mask=mask)
-    if TEACHER_GRAD:
-        tl.store(teacher_place, (d_teacher * t_scale).to(teacher_place.dtype.element_ty), mask=mask)
+            if KIND == FORWARD:
+                d_student, d_teacher = p - q, q * (q_term - teacher_sum)
+            elif KIND == REVERSE:
+                d_student, d_teacher = p * (p_term - student_sum), q - p
+            else:
+                d_student, d_teacher = (1.0 - beta) * p * (p_term - student_sum), beta * q * (q_term - teacher_sum)
+            if STUDENT_GRAD:
+                d_student = (d_student * (row_scale * s_slope)).to(student_ptr.dtype.element_ty)
+                tl.store(student[0] + columns, d_student, mask=columns < vocab)
+            if TEACHER_GRAD:
+                d_teacher = (d_teacher * (row_scale * t_slope)).to(teacher_ptr.dtype.element_ty)
+                tl.store(teacher[0] + columns, d_teacher, mask=columns < vocab)
 
 
 def divergence_(

@@ -111,23 +111,19 @@ class NormedInput:
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):
-        self._x, self._norm, self._dtype = inputs.x, inputs.params.norm, inputs.sizes.dtype
-        self._whole, self._known = whole, 0
+        self._x, self._norm, self._whole, self._known = inputs.x, inputs.params.norm, whole, 0
         self.chunk_tokens = inputs.sizes.chunk_tokens * (inputs.sizes.groups if whole else 1)
-        self._rows: torch.Tensor | None = None
+        tokens, width = inputs.x.shape
+        rows = tokens if whole else min(tokens, self.chunk_tokens)
+        self._rows = inputs.x.new_empty(rows, width, dtype=inputs.sizes.dtype)
 
     def chunk(self, chunk: slice) -> torch.Tensor:
         """Returns norm(x) of these tokens; the next call overwrites it, unless all are kept."""
-        x = self._x
-        if self._rows is None:
-            rows = len(x) if self._whole else min(len(x), self.chunk_tokens)
-            self._rows = x.new_empty(rows, x.shape[1], dtype=self._dtype)
-        if not self._whole:
-            return rms_norm(x[chunk], *self._norm, out=self._rows[: chunk.stop - chunk.start])
+        rows = self._rows[chunk if self._whole else slice(chunk.stop - chunk.start)]
         if chunk.stop > self._known:
-            rms_norm(x[chunk], *self._norm, out=self._rows[chunk])
-            self._known = chunk.stop
-        return self._rows[chunk]
+            rms_norm(self._x[chunk], *self._norm, out=rows)
+            self._known = chunk.stop if self._whole else 0
+        return rows
 
 
 def project(

@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "weight gradient: only the last chunk's stays",
         "WeightGrad.add",
-        "beta = 0 if self._empty else 1",
+        "beta = 0 if self.is_empty else 1",
         "beta = 0",
         LOSS,
     ),
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "weight gradient: of chunks whose gradients are there already only the last stays",
         "WeightGrad.add_gradient",
-        "self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)",
+        "self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)",
         "self.buffer.copy_(gradient)",
         TILED,
     ),

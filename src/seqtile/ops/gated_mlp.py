@@ -97,13 +97,10 @@ def gated_mlp(
             kind = type(adapter).__name__
             raise TypeError(f"{_OP}: {name} is a {kind}, expected seqtile.LowRank(a, b, scale) or None")
     gate, down = Projection.of(gate_weight, gate_bias, gate_lora), Projection.of(down_weight, down_bias, down_lora)
-    if up_weight is not None:
-        params: Projections = (gate, Projection.of(up_weight, up_bias, up_lora), down)
-    elif up_bias is not None or up_lora is not None:
+    if up_weight is None and (up_bias is not None or up_lora is not None):
         raise ValueError(f"{_OP}: without up_weight, gate_weight holds up too: pass its bias and adapter as gate's")
-    else:
-        params = (gate, down)
-    return gated_mlp_of(x, params, activation, chunk_tokens)
+    up = () if up_weight is None else (Projection.of(up_weight, up_bias, up_lora),)
+    return gated_mlp_of(x, (gate, *up, down), activation, chunk_tokens)
 
 
 def gated_mlp_of(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: int | None) -> torch.Tensor:
@@ -167,7 +164,7 @@ class GatedMLPFunction(torch.autograd.Function):
         mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
         for chunk in chunks(len(x), ctx.chunk_tokens):
             mlp.backward(x[chunk], d_y[chunk], sums, None if d_x is None else d_x[chunk])
-        return d_x, None, None, None, None, *finish_weight_grads(sums)
+        return d_x, None, None, None, None, *finish_weight_grads(tensors_of(sums))
 
 
 class MLPChunk:
@@ -191,26 +188,27 @@ class MLPChunk:
     def backward(self, x: torch.Tensor, d_y: torch.Tensor, sums: Projections, out: torch.Tensor | None) -> None:
         """Adds the gradients of the parameters to `sums`, and writes that of x to `out`, if given; `out` must not be x.
         Recomputes gate and up (2 u), then 6 u: 8 u."""
-        gate, up, both = self._gate_and_up(x)
+        gate, up, d_first = self._gate_and_up(x)  # the kernel writes the gradients where gate and up are
         if self._product is None:
             self._product = self._both.new_empty(self._both.shape[0], self._both.shape[1] // 2)
         product = self._product[: x.shape[0]]  # [C, M], holds the product's gradient first
         self._down.backward(d_y, out=product)
         gated_activation_backward_(gate, up, product, self._activation)
         self._down.add_gradients(sums[-1], d_y, product)
-        d_first = (both,) if len(self._first) == 1 else (gate, up)  # d_gate and d_up, where the kernel wrote them
         for i, (projection, d_out) in enumerate(zip(self._first, d_first, strict=True)):
             projection.add_gradients(sums[i], d_out, x)
             if out is not None:
                 projection.backward(d_out, out=out, add=i > 0)
 
-    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes gate and up, each [C, M]. The third tensor returned, [C, 2M], holds both side by side."""
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Computes gate and up, each [C, M]. Third, returns the outputs of the first projections: these two, or both
+        side by side [C, 2M]."""
         both = self._both[: x.shape[0]]
         gate, up = both.chunk(2, dim=1)
-        for projection, out in zip(self._first, (both,) if len(self._first) == 1 else (gate, up), strict=True):
+        outs = (both,) if len(self._first) == 1 else (gate, up)
+        for projection, out in zip(self._first, outs, strict=True):
             projection.forward(x, out=out)
-        return gate, up, both
+        return gate, up, outs
 
 
 def _check(x: torch.Tensor, params: Projections, activation: str) -> None:

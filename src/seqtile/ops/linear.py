@@ -39,7 +39,8 @@ class WeightGrad:
     ):
         self._shape, self._device, self._dtype = parameter.shape, parameter.device, parameter.dtype
         self._sum_dtype, self._main_grad = dtype, main_grad
-        self._buffer, self._empty = main_grad, main_grad is None
+        self._buffer = main_grad
+        self.is_empty = main_grad is None  # nothing was added yet, and there is no `main_grad`
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -47,11 +48,6 @@ class WeightGrad:
         if self._buffer is None:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was added and there is no `main_grad`."""
-        return self._empty
 
     def __getitem__(self, rows: slice) -> "WeightGrad":
         """Returns the sum of some rows of the parameter, as a view of the same buffer."""
@@ -62,9 +58,9 @@ class WeightGrad:
 
     def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none; the caller may add to it in place."""
-        if self._empty:
+        if self.is_empty:
             self.buffer.zero_()
-            self._empty = False
+            self.is_empty = False
         return self.buffer
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
@@ -74,7 +70,7 @@ class WeightGrad:
         total = self.buffer
         if right is None:
             total, right = total[:, None], left.new_ones(left.shape[0], 1)
-        beta = 0 if self._empty else 1  # beta 0 ignores the buffer's old values, NaN included
+        beta = 0 if self.is_empty else 1  # beta 0 ignores the buffer's old values, NaN included
         if left.dtype == total.dtype:
             total.addmm_(left.T, right, beta=beta)
         elif not _on_gpu(left) or torch.version.hip is not None:
@@ -87,13 +83,13 @@ class WeightGrad:
             torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
         else:
             self.add_gradient(torch.mm(left.T, right, out_dtype=torch.float32))
-        self._empty = False
+        self.is_empty = False
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds the gradient of a chunk, already computed, of the parameter's shape. It may be sparse."""
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)
-        self._empty = False
+        self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)
+        self.is_empty = False
 
     def result(self) -> torch.Tensor | None:
         """Returns the sum, rounded once to the parameter's dtype, and releases the buffer. Zeros if nothing was added;
@@ -308,6 +304,7 @@ class NodeParams(NamedTuple):
         return with_tensors(self.parts, saved), with_tensors(self.parts, sums)
 
 
-def finish_weight_grads(sums: Iterable[Any]) -> list[torch.Tensor | None]:
-    """Returns the summed gradients, in the order of `tensors_of`."""
-    return [None if total is None else total.result() for total in tensors_of(sums)]
+def finish_weight_grads(sums: Iterable[WeightGrad | None]) -> list[torch.Tensor | None]:
+    """Returns the summed gradients. A leaf that no chunk used, such as the weights of an expert without tokens, gets
+    none, as when untiled."""
+    return [None if total is None or total.is_empty else total.result() for total in sums]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.graph import gradients_of, leaves_behind
-from seqtile.ops.linear import main_grad_of, weight_grads
+from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.ops.save_early import Unchanged, save_early, saved_for, saved_unseen
 from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal
 
@@ -95,8 +95,8 @@ def tiled(
 def tiled_part(
     fn: Callable[..., Outputs],
     *inputs: torch.Tensor,
-    params: Iterable[torch.Tensor] = (),
-    shared: Iterable[torch.Tensor] = (),
+    params: Tensors = (),
+    shared: Tensors = (),
     chunk_tokens: int | None = None,
     dim: int = -2,
     always: bool = False,
@@ -110,7 +110,6 @@ def tiled_part(
         used_alone: drop the `params` that the first chunk does not use, so that their gradients do not wait for this
             backward.
     """
-    params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
     step = _step(inputs[0], chunk_tokens, dim)
     if not always and inputs[0].shape[dim] <= step:
@@ -266,14 +265,7 @@ class TiledFunction(torch.autograd.Function):
         with call.state.forward_random():
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
-        # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as when untiled.
-        return (
-            None,
-            None,
-            None,
-            *d_inputs,
-            *(None if total is None or total.is_empty else total.result() for total in sums),
-        )
+        return None, None, None, *d_inputs, *finish_weight_grads(sums)
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

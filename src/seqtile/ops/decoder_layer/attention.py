@@ -191,8 +191,8 @@ class _Backward:
             qkv.add(arriving[0], arriving[1](), arriving[2])
         qkv.add_to_x(self.d_h)  # in place: it comes from a node of ours
         d_x = self.d_h if self.needs_x else None
-        d_leaves = [None if total is None or total.is_empty else total.result() for total in self.leaf_sums]
-        return [d_x, *finish_weight_grads(self.sums), *d_o, *d_leaves]
+        d_params, d_leaves = finish_weight_grads(tensors_of(self.sums)), finish_weight_grads(self.leaf_sums)
+        return [d_x, *d_params, *d_o, *d_leaves]
 
     def _grad_o_proj(self) -> list[torch.Tensor | None]:
         """Returns the gradients of the output projection."""
@@ -200,7 +200,7 @@ class _Backward:
         if any(total is not None for total in sums[: sums.TENSORS]):
             for chunk in chunks(len(self.d_h), sizes.chunk_tokens):
                 o.add_gradients(sums, sizes.branch_gradient(self.d_h[chunk]), sizes.concat_groups(self.outs, chunk))
-        return finish_weight_grads((sums,))
+        return finish_weight_grads(sums[: sums.TENSORS])
 
     def _through_attention(
         self, group: int, again: QKVByGroup | None

@@ -108,8 +108,8 @@ class SavedTensors:
 class AttentionGraph(NamedTuple):
     """The graph from queries, keys and values to attention's output, without large tensors."""
 
-    output_edge: GradientEdge | None
-    """None if attention's output has no graph."""
+    output_edges: list[GradientEdge]
+    """One; none if attention's output has no graph."""
     out: torch.Tensor
     """One element, expanded to the shape of attention's output."""
     input_edges: list[GradientEdge]
@@ -127,11 +127,9 @@ class AttentionGraph(NamedTuple):
         """Returns the gradients of queries, keys and values, and of `leaves`; None of a leaf that was not used. `d_out`
         holds that of what attention returned, and is emptied, so that its memory is free when attention has used it."""
         wanted, hooks = [*self.input_edges, *leaves], self.hooks
-        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         hooks.qkv, hooks.saved, hooks.d_out = qkv, saved, d_out
         try:  # the graph serves a second backward, too (retain_graph=True); without tensors it costs nothing to keep
-            if self.output_edge is not None:
-                found = gradients_of([self.output_edge], wanted, [self.out], retain_graph=True)
+            found = gradients_of(self.output_edges, wanted, [self.out], retain_graph=True)
         finally:
             hooks.qkv, hooks.saved, hooks.d_out = (), (), []
         d_qkv = [
@@ -175,8 +173,8 @@ def run_and_record(
     saved = hooks.finish()
     _check_leaves(out, input_edges[0], known)
     shapes = [(tensor.shape, tensor.dtype) for tensor in made]
-    output_edge = get_gradient_edge(out) if out.requires_grad else None
-    graph = AttentionGraph(output_edge, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
+    output_edges = [get_gradient_edge(out)] if out.requires_grad else []
+    graph = AttentionGraph(output_edges, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
     return RecordedAttention(out.detach(), attn_output.detach(), graph, saved)
 
 

@@ -64,7 +64,7 @@ class PostAttentionFunction(torch.autograd.Function):
         params, (_, *sums) = ctx.params.restored(saved[sizes.groups :], needs)
         d_h = _backward(_Chunks(sizes, params, x, attn_output), sums, d_y.contiguous().view(x.shape))
         placeholders = [out.new_zeros(()).expand(out.shape) for out in attn_output]
-        return None, None, None, None, d_h, *placeholders, *finish_weight_grads(sums)
+        return None, None, None, None, d_h, *placeholders, *finish_weight_grads(tensors_of(sums))
 
 
 def _backward(compute: "_Chunks", sums: Sequence[Any], d_y: torch.Tensor) -> torch.Tensor:

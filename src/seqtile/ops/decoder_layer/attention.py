@@ -106,6 +106,7 @@ class AttentionFunction(torch.autograd.Function):
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # those of attention's outputs are computed here
         order, inputs = range(call.sizes.groups), Inputs(x, cos, sin, params.dequantized("q", "k", "v"), call.sizes)
         qkv_of_groups = QKVByGroup(inputs, order, call.sp_attention, keep_normed=True)
         outs, runs, saved = [], [], []

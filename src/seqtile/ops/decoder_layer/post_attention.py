@@ -5,8 +5,8 @@ h = x + scale o(attn_output), y = h + scale mlp(norm(h)). The node owns norm and
 from the gradient of h alone. This node returns the gradient of h as the gradient of x:
 
     forward    attn_output ─ o ─(+ x)─ h ─ norm ─ mlp ─(+ h)─ y
-    backward   d_y -> d_h, returned as the gradient of x; in place of the gradient of `attn_output` a placeholder of its
-               shape without memory, since `AttentionFunction` computes it group by group
+    backward   d_y -> d_h, returned as the gradient of x; none of `attn_output`, since `AttentionFunction` computes it
+               group by group
 
 So this node reads the output projection before its gradient leaves the other node.
 """
@@ -63,8 +63,7 @@ class PostAttentionFunction(torch.autograd.Function):
         needs = (*[False] * Projection.TENSORS, *needs)  # the gradient of o is the other node's
         params, (_, *sums) = ctx.params.restored(saved[sizes.groups :], needs)
         d_h = _backward(_Chunks(sizes, params, x, attn_output), sums, d_y.contiguous().view(x.shape))
-        placeholders = [out.new_zeros(()).expand(out.shape) for out in attn_output]
-        return None, None, None, None, d_h, *placeholders, *finish_weight_grads(tensors_of(sums))
+        return None, None, None, None, d_h, *[None] * sizes.groups, *finish_weight_grads(tensors_of(sums))
 
 
 def _backward(compute: "_Chunks", sums: Sequence[Any], d_y: torch.Tensor) -> torch.Tensor:

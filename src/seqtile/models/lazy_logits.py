@@ -22,8 +22,8 @@ from seqtile.models.late_read import AtForward, head_alone, in_rows
 from seqtile.models.logits_recipe import RULES, LogitsRecipe, autocast_now
 from seqtile.models.weights import leaves_of
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.leaf_gradients import gradients_of
-from seqtile.ops.linear import main_grad_of, weight_grads
+from seqtile.ops.graph import gradients_of
+from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
 from seqtile.tensor_like import ABOUT, input_first, is_in_place
 
@@ -287,8 +287,7 @@ class _Edge(torch.autograd.Function):
             leaf = hidden.detach().requires_grad_()
         for recipe, function, along, d_output in _reads_in(grad, ctx.recipe):
             _add_gradients(leaf, [*ctx.leaves], sums, recipe, function, along, d_output)
-        gradients = (None if total is None or total.is_empty else total.result() for total in sums)
-        return None, leaf.grad if needs[0] else None, *gradients
+        return None, leaf.grad if needs[0] else None, *finish_weight_grads(sums)
 
 
 def _add_gradients(

@@ -33,7 +33,7 @@ from seqtile.models.known_libraries import is_of_library
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
 from seqtile.models.placement import Options, class_of, classes_of, homes_of, original_forward, place
 from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model
-from seqtile.ops.state import nodes_behind
+from seqtile.ops.graph import nodes_behind
 
 CHUNK, EPS = 7, torch.finfo(torch.float32).eps
 _UNPROVABLE = "it could not be proven on a small model of its class"

@@ -91,10 +91,8 @@ def resolve_chunk_tokens(
 def mlp_chunk_tokens(chunk_tokens: int | None, x: torch.Tensor, mlp_size: int, sparsity: float = 1) -> int:
     """Returns the number of tokens per chunk, see `resolve_chunk_tokens`, of an MLP of x [..., D] or of a layer around
     it. `mlp_size`: the MLP's inner width, 0 if it is not known."""
-    if chunk_tokens is not None or not keeps_nothing():
-        return resolve_chunk_tokens(chunk_tokens, x.shape[-1], sparsity)
-    dtype = autocast_dtype(x) or x.dtype
-    return resolve_chunk_tokens(chunk_tokens, x.shape[-1], sparsity, mlp_size, dtype.itemsize)
+    size, dtype = mlp_size if chunk_tokens is None and keeps_nothing() else 0, autocast_dtype(x) or x.dtype
+    return resolve_chunk_tokens(chunk_tokens, x.shape[-1], sparsity, size, dtype.itemsize)
 
 
 def chunks(tokens: int, chunk_tokens: int) -> list[slice]:

@@ -91,8 +91,6 @@ class UlyssesAttention(SequenceParallelAttention):
         sp_group = self.layout.sp_group
 
         def largest() -> int:
-            if sp_group is ALONE:
-                return size
             found = torch.tensor(size, device=device_of(sp_group))
             dist.all_reduce(found, dist.ReduceOp.MAX, sp_group.group)
             return int(found)

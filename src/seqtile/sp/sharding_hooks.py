@@ -36,7 +36,7 @@ class ShardingHooks:
 
     takes_whole = False
     """See `seqtile.protocols.ShardedSequences`."""
-    of_forward: tuple[str, ...] = ("layout",)
+    of_forward = ["layout"]
     """The attributes that belong to the running forward."""
     expected = (
         f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "

@@ -50,16 +50,7 @@ class WholeBatches(ShardingHooks):
     """The hooks that cut a batch before the text model and return the hidden states of all its tokens."""
 
     takes_whole = True
-    of_forward = (
-        "layout",
-        "batch_hash",
-        "position_ids",
-        "has_gradient",
-        "calls",
-        "owners",
-        "is_compared",
-        "last_of_batch",
-    )
+    of_forward = "layout batch_hash position_ids has_gradient calls owners is_compared last_of_batch".split()
     expected = (
         "the same whole batch on every rank of a group: draw samples by ctx.data_parallel_rank of "
         "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"

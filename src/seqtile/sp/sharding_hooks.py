@@ -36,7 +36,7 @@ class ShardingHooks:
 
     takes_whole = False
     """See `seqtile.protocols.ShardedSequences`."""
-    of_forward = ["layout"]
+    of_forward = "layout"
     """The attributes that belong to the running forward."""
     expected = (
         f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "
@@ -119,7 +119,7 @@ class ShardingHooks:
     @contextmanager
     def other_batch(self) -> Iterator[None]:
         """See `seqtile.protocols.ShardedSequences`."""
-        held = {name: getattr(self, name) for name in self.of_forward}
+        held = {name: getattr(self, name) for name in self.of_forward.split()}
         implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
         self.forget_batch()
         try:
@@ -216,7 +216,7 @@ class ShardingHooks:
 
     def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Raises ValueError if a layer mixed tokens in another way."""
-        if (found := len(kwargs[LAYOUT].attended)) < self.layers:
+        if LAYOUT in kwargs and (found := len(kwargs[LAYOUT].attended)) < self.layers:
             raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

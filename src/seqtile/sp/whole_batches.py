@@ -23,7 +23,7 @@ from seqtile.sp.backends import averages_padding, check_has_masks
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, bits, hash_of
+from seqtile.sp.layout import BATCH_HASH, WHOLE_LENGTH, Layout, bits, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
@@ -50,7 +50,7 @@ class WholeBatches(ShardingHooks):
     """The hooks that cut a batch before the text model and return the hidden states of all its tokens."""
 
     takes_whole = True
-    of_forward = "layout batch_hash position_ids has_gradient calls owners is_compared last_of_batch".split()
+    of_forward = "layout batch_hash position_ids has_gradient calls owners is_compared last_of_batch"
     expected = (
         "the same whole batch on every rank of a group: draw samples by ctx.data_parallel_rank of "
         "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"
@@ -104,22 +104,16 @@ class WholeBatches(ShardingHooks):
         self.take_chosen_attention()
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.has_gradient = any(tensor.requires_grad for tensor in tensors)
+        self.position_ids = kwargs.get("position_ids")
         if cache_in(kwargs) is not None:
             self._run_whole(True)
-            return
-        if self.is_alone:
-            self.position_ids = kwargs.get("position_ids")
-            return
-        self.batch_hash, self.calls = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)}), 0
-        self.position_ids = kwargs.get("position_ids")
-        self.model.config._attn_implementation = OUTSIDE
+        elif not self.is_alone:
+            self.batch_hash, self.calls = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)}), 0
+            self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.forget_batch()
-        if self.is_alone:
-            self._rest()
-        else:
-            self._run_whole(False)
+        self._rest()
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
@@ -278,10 +272,6 @@ class WholeBatches(ShardingHooks):
     def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
         return output if self.is_whole else super().drop_last_position(module, args, output)
 
-    def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if LAYOUT in kwargs:
-            super().check_layers(module, args, kwargs, output)
-
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output with hidden states of all tokens, of which each rank holds its own."""
         if self.is_whole:
@@ -311,13 +301,11 @@ class WholeBatches(ShardingHooks):
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
         super().forget_layout(module, args, output)
         self.owners = self.tree = None
-        if self.is_alone:
+        if self.is_alone or (self.is_whole and self.batch_hash is None):
             self._rest()
-        elif self.is_whole and self.batch_hash is None:
-            self._run_whole(False)
 
     def _rest(self) -> None:
-        """Puts the model into the state that a checkpoint's recomputation needs."""
+        """Puts the model into the state between two forwards, which a checkpoint's recomputation needs."""
         self._run_whole(False)
         self.model.config._attn_implementation = self.at_rest
 

@@ -261,9 +261,11 @@ def names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
+def nodes_behind(
+    ends: Iterable[Node | None], start: Node | None = None, stops: Callable[[Node], bool] = lambda node: False
+) -> Iterator[Node]:
     """Yields every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
-    through it."""
+    through it, or through a node where it `stops`."""
     seen: set[Node | None] = {start, None}
     pending = list(ends)
     while pending:
@@ -271,4 +273,4 @@ def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iter
         if node not in seen:
             seen.add(node)
             yield node
-            pending += [following for following, _ in node.next_functions]
+            pending += [] if stops(node) else [following for following, _ in node.next_functions]

@@ -38,8 +38,8 @@ MUTANTS = (
     OverRanks(
         "whole: what was computed of all tokens is an operand of a rank's own",
         "depends_on_all_ranks",
-        "return True",
-        "return False",
+        "getattr(function(node), OF_ALL_RANKS, False)",
+        "False",
         select="own",
     ),
     OverRanks(

@@ -4,7 +4,7 @@ For a part, the leaves' hooks are not called. `p.register_hook(f)` promises f th
 torch.autograd.grad would call f with the gradient of each chunk, and the engine would call f again with their sum.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,9 +37,11 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.update(kept)
 
 
-def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
+def nodes_behind(
+    ends: Iterable[Node | None], start: Node | None = None, stops: Callable[[Node], bool] = lambda node: False
+) -> Iterator[Node]:
     """Yields every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
-    through it."""
+    through it, or through a node where it `stops`."""
     seen: set[Node | None] = {start, None}
     pending = list(ends)
     while pending:
@@ -47,7 +49,7 @@ def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iter
         if node not in seen:
             seen.add(node)
             yield node
-            pending += [following for following, _ in node.next_functions]
+            pending += [] if stops(node) else [following for following, _ in node.next_functions]
 
 
 def leaves_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[tuple[torch.Tensor, Node, int]]:

@@ -71,6 +71,14 @@ MUTANTS = (
         select="below_the_head",
     ),
     Mutant(
+        "first step: hooks that transformers adds count as a change",
+        "_MadeOf._now",
+        "*filter(is_declared, hooks)",
+        "*hooks",
+        FIRST_STEP,
+        select="repeat_it",
+    ),
+    Mutant(
         "MLP: the biases are not read",
         "tiled_mlp_forward.tiled",
         "params = tuple(projection for projection",

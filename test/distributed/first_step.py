@@ -257,18 +257,18 @@ def one_rank_is_watched(model: nn.Module, wrapped: Any, batch: dict[str, torch.T
 
 
 WORLDS = {  # which of four ranks run together, two by two
-    "fsdp2 on two": (True, lambda mesh: mesh["second"]),
+    "fsdp2 on two": (True, lambda mesh: mesh["sp"]),
     "sp on two": (True, None),
     "hsdp": (False, lambda mesh: mesh),
-    "fsdp2 and sp": (False, lambda mesh: mesh["first"]),
+    "fsdp2 and sp": (False, lambda mesh: mesh["dp"]),
 }
 
 
 def in_a_larger_world(name: str) -> None:
     """All ranks that share a model stop if one of them finds a difference; the others do not join."""
     on_two, part_of = WORLDS[name]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
-    ctx = sp.initialize(mesh=mesh["second"])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    ctx = sp.initialize(mesh=mesh["sp"])
     if on_two and dist.get_rank() > 1:
         return
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def test_one_layer_is_held_at_a_time(pool: Pool, name: str) -> None:
     pool.run(held)
 
 
-@pytest.mark.full("2 s each", but=("fsdp2 on two",))
+@pytest.mark.full("2 s each", but=("4-fsdp2 on two",))
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("pool", [4], indirect=True)
 def test_ranks_that_share_a_model_are_part_of_the_world(pool: Pool, name: str) -> None:

@@ -9,10 +9,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PveraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import parametrize
 
 import seqtile
 from seqtile.models.first_step import outcome_of
@@ -80,6 +83,11 @@ def noting(kept: Any, note: Callable) -> Callable[[], Noting]:
     return lambda: Noting(lambda act, x: note(act.kept, x), kept() if callable(kept) else kept)
 
 
+def of_numpy() -> Noting:
+    numpy.random.seed(0)
+    return Noting(lambda act, x: numpy.random.rand())
+
+
 PUT_BACK = {  # an activation, and what it has noted
     "nothing": (noting(None, lambda kept, x: None), str),
     "a list": (noting(list, lambda kept, x: kept.append(1)), str),
@@ -96,6 +104,7 @@ PUT_BACK = {  # an activation, and what it has noted
         lambda kept: kept.get_state().tolist(),
     ),
     "Python's generator": (noting(lambda: random.Random(0), lambda kept, x: kept.random()), random.Random.getstate),
+    "numpy's generator": (of_numpy, lambda kept: numpy.random.get_state()[2]),
     "globals": (lambda: Noting(in_globals), lambda kept: (CALLS.clear(), globals().update(TOTAL=0), kept)),
     "a closure": (in_a_closure, str),
     "its class": (lambda: NotingOfClass(None), lambda kept: (len(Noting.of_class), Noting.of_class.clear())),
@@ -148,9 +157,9 @@ LOST = {
 
 
 @pytest.mark.full("0.2 s each", but=("a file-by a closure",))
-@pytest.mark.parametrize("how", ["held", "in a list", "by a closure", "by a function in a module's place"])
+@pytest.mark.parametrize("how", ["held", "in a list", "by a closure", "by a module's forward", "by a class's forward"])
 @pytest.mark.parametrize("case", LOST)
-def test_what_cannot_be_put_back(case: str, how: str) -> None:
+def test_what_cannot_be_put_back(case: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, note = LOST[case][0](), LOST[case][1]
     name, calls = "self.kept", []
 
@@ -165,9 +174,12 @@ def test_what_cannot_be_put_back(case: str, how: str) -> None:
         act = Noting(lambda act, x: note(act.kept[0], x), [kept])
     else:
         act, name = Noting(lambda act, x: noted(x)), "kept"
-    if how == "by a function in a module's place":
+    if how == "by a module's forward":
         act = nn.SiLU()
         act.forward = noted
+    if how == "by a class's forward":
+        monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: noted(x))
+        act = nn.Tanh()
     model = stepped(act)
     said, place = outcome_of(model), f"model.layers.0.mlp.act_fn is a {type(act).__name__}"
     assert said.startswith(f"not compared: {place} that may keep state in {name} ({type(kept).__name__}); declare it")
@@ -183,3 +195,29 @@ def test_what_is_declared_is_compared_whatever_it_holds() -> None:
     assert "so the next step compares again" in outcome_of(model)
     model(**batch_of(2, 61))
     assert "equal the untiled model's" in outcome_of(model)
+
+
+@seqtile.tokenwise
+class Open(nn.Linear):
+    file = io.StringIO()
+
+
+def test_a_declared_class_from_which_torch_derives_another() -> None:
+    act = Open(130, 130)
+    parametrize.register_parametrization(act, "weight", nn.Identity())
+    assert type(act) is not Open
+    assert "equal the untiled model's" in outcome_of(stepped(act))
+
+
+def test_a_generator_of_a_known_module_is_put_back() -> None:
+    """PEFT keeps one for each adapter in a dict."""
+    states = []
+    for check in (False, True):
+        config = PveraConfig(target_modules=["v_proj"], r=2, generator_seed=3)
+        adapted = get_peft_model(build("llama", num_hidden_layers=1), config)
+        model = adapted.get_base_model()
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check=check)
+        adapted(**batch_of(2, 61))
+        assert not check or "equal the untiled model's" in outcome_of(model)
+        states.append(model.model.layers[0].self_attn.v_proj.pvera_generator["default"].get_state())
+    assert torch.equal(*states) and not torch.equal(states[0], torch.Generator().manual_seed(3).get_state())

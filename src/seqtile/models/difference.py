@@ -131,13 +131,12 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
     found: list[Difference] = []
     for name, truth in untiled.items():
         ours = tiled.get(name)
-        if truth is None or ours is None:
-            if truth is None and ours is not None:
-                found.append(Difference(f"{name} gets a gradient, untiled none,", 1.0, 0.0))
-            elif truth is not None and sizes[name] > 0:
-                found.append(Difference(f"{name} gets no gradient", 1.0, 0.0))
-            continue
-        if not (size := sizes[name]) < float("inf"):  # an overflow of float16
+        size = sizes.get(name, 0.0)
+        if truth is None and ours is not None:
+            found.append(Difference(f"{name} gets a gradient, untiled none,", 1.0, 0.0))
+        elif ours is None and size > 0:
+            found.append(Difference(f"{name} gets no gradient", 1.0, 0.0))
+        if truth is None or ours is None or not size < float("inf"):  # an overflow of float16
             continue
         rounding, factor, products = max(bit[name], typical), FACTOR * max(1.0, _FEW / truth.numel()), 2 * eps
         if name in _RETURNED:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -28,7 +29,7 @@ from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
-from seqtile.models.trial_state import UsersState
+from seqtile.models.trial_state import State
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
@@ -102,48 +103,41 @@ class _MadeOf:
     model itself is not held, which holds this."""
 
     def __init__(self, model: nn.Module, with_declared: bool):
+        self._with_declared = with_declared
         self._inside = [module for module in model.modules() if module is not model]
-        self._owned = [vars(module) for module in self._inside]
-        owned = [vars(model), *self._owned]
+        owned = [vars(model), *map(vars, self._inside)]
         self._children = [own["_modules"] for own in owned]
-        kinds = ("_forward_hooks", "_forward_pre_hooks") if with_declared else ()
-        self._hooks, self._with_declared = [own[name] for own in owned for name in kinds], with_declared
+        self._hooks = [own[name] for own in owned for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._seen = [list(each) if isinstance(each, list) else each for each in self._now(model)]
-        self._counts, self._declared = list(map(len, self._hooks)), self._declared_hooks()
 
     def still_is(self, model: nn.Module) -> bool:
-        if self._now(model) != self._seen:
-            return False
-        if (counts := list(map(len, self._hooks))) != self._counts:
-            if self._declared_hooks() != self._declared:
-                return False
-            self._counts = counts
-        return True
-
-    def _declared_hooks(self) -> list[int]:
-        return [sum(map(is_declared, hooks.values())) for hooks in self._hooks]
+        return self._now(model) == self._seen
 
     def _now(self, model: nn.Module) -> list[Any]:
-        owned = [vars(model), *self._owned]
-        attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS))
-        children = map(dict.values, self._children)
-        own = (type(model), *map(type, self._inside), tokenwise.__globals__["latest"] if self._with_declared else None)
-        return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]
+        owned = [vars(model), *map(vars, self._inside)]
+        attributes = chain(*(map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS)))
+        children = chain(*map(dict.values, self._children))
+        now = [type(model), *map(type, self._inside), *attributes, *children]
+        if self._with_declared:
+            hooks = chain(*map(dict.values, self._hooks))
+            now += [tokenwise.__globals__["latest"], *filter(is_declared, hooks)]
+        return now
 
     def __reduce__(self) -> tuple:
         return type(None), ()
 
 
+@_disable_current_modes()  # such as one that counts operations
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict, ranks: Ranks) -> str:
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
-    full, placed, users = options.check == "full", tiled_modules(model), UsersState(model)
-    if ranks.any(bool(users.lost)):
-        lost = "; ".join(users.lost) or "on another rank a module may keep state"
+    full, placed, state = options.check == "full", tiled_modules(model), State(model)
+    if ranks.any(bool(state.lost)):
+        lost = "; ".join(state.lost) or "on another rank a module may keep state"
         return f"{_UNCOMPARED}: {lost}; declare it with seqtile.tokenwise, or keep its state in buffers"
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
-        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks, users).run
+        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks, state).run
         untiled = run(tiled={})
         dtypes = {getattr(module, "compute_dtype", None) for module in model.modules()}  # of quantised layers
         in_layers = [torch.empty(0, dtype=dtype) for dtype in dtypes if isinstance(dtype, torch.dtype)]

@@ -66,11 +66,6 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
 unknown_apart = torch.compiler.disable(unknown_in, reason="seqtile looks at what a part is made of")
 
 
-def users_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model whose class is neither of a library nor declared."""
-    return [each for each in model.modules() if not (is_known_home(class_of(each).__module__) or _is_declared(each))]
-
-
 def is_known_home(home: str) -> bool:
     return home.split(".")[0] in ("torch", *HUGGING_FACE, *_OTHERS) or is_of_library(home)
 

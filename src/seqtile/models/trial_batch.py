@@ -10,7 +10,7 @@ from torch import nn
 
 from seqtile.protocols import SHARDED
 
-TOKENS, ROWS, FEWEST = 28, 2, 6
+TOKENS, FEWEST = 28, 6
 IGNORED = -100
 MADE_UP = f"its own tokens, fewer than {FEWEST} a row"
 _OF_IMAGES = re.compile("pixel|image|video|audio|feature|input_values|grid")  # and sounds
@@ -29,7 +29,7 @@ class TrialBatch(NamedTuple):
 
 
 def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> TrialBatch:
-    """Returns the arguments of `forward`, a plain function, cut to at most `TOKENS` tokens of at most `ROWS` rows.
+    """Returns the arguments of `forward`, a plain function, cut to at most `TOKENS` tokens of its first and last row.
 
     A batch without labels gets its own tokens as labels, if the forward takes labels. A batch with fewer than `FEWEST`
     tokens a row is replaced by a made-up one.
@@ -42,7 +42,7 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
         ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
         inputs = {"input_ids": ids} | ({"labels": ids} if "labels" in names else {})
         return TrialBatch(inputs, ids.shape, [MADE_UP])
-    rows = torch.tensor(sorted({0, tokens.shape[0] - 1})[:ROWS])
+    rows = torch.tensor(sorted({0, tokens.shape[0] - 1}))
     columns = _columns(given, tokens.shape[1])
     cut = {name: _cut(name, value, rows, columns, tokens.shape[:2]) for name, value in given.items()}
     inputs = {name: value for name, value in cut.items() if value is not None}

@@ -1,16 +1,13 @@
 """Runs a forward and a backward of a model without side effects, and restores everything that they change.
 
-module.__dict__, its buffers      restored, also values that were changed in place
+what modules keep                 restored, see trial_state.py
 users' hooks                      not called, unless declared by `seqtile.tokenwise`
 random numbers, autocast's casts  restored
-what users' modules hold          restored, see trial_state.py
 .grad, main_grad                  not touched; a temporary main_grad replaces the user's
 dropout, checkpointing            off
 """
 
 import inspect
-import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqtile.declared import is_declared
 from seqtile.models.difference import Vectors, loss_and_gradients
@@ -30,14 +27,12 @@ from seqtile.models.hooks import hooks_of, innermost, is_known
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
-from seqtile.models.trial_state import UsersState
+from seqtile.models.trial_state import SMALL, State
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.save_early import saved_unseen
 from seqtile.protocols import SHARDED
 
-SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is restored, in elements
-_ALMOST_NONE = 1e-30  # a dropout rate that drops nothing but is not 0, so that the same code runs
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALMOST_NONE = 1e-30  # a rate of dropout or noise that changes nothing; at exactly 0 other code would run
 _RECORDERS = ("deepspeed", "wandb")  # ZeRO-3 records the order of modules
 _TOP_K = torch.ops.aten.topk.default
 Placed = dict[nn.Module, Placement]
@@ -63,7 +58,7 @@ class Pass:
     full: bool
     """True to compare the gradients of all parameters, including large ones."""
     ranks: Ranks
-    users: UsersState
+    state: State
 
     def __post_init__(self) -> None:
         self.choices = SameChoices() if experts_in(self.model) else nullcontext()
@@ -87,8 +82,7 @@ class Pass:
         elif any(placement.part == "loss" for placement in untiled.values()) and takes_use_cache(forward):
             inputs.setdefault("use_cache", False)  # a tiled loss makes none either
         with ExitStack() as stack:
-            stack.callback(self.users.put_back)
-            stack.enter_context(without_a_trace(self.model))
+            stack.enter_context(without_a_trace(self.model, self.state))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())
             for module, placement in untiled.items():
@@ -140,68 +134,33 @@ def _run_untiled(module: nn.Module, placement: Placement) -> None:
 
 
 @contextmanager
-def without_a_trace(model: nn.Module) -> Iterator[None]:
+def without_a_trace(model: nn.Module, state: State) -> Iterator[None]:
     """Restores on exit whatever a forward or a backward of the model changes. Inside, checkpointing and dropout are
     off, and users' module hooks are not called, unless declared."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
-        stack.callback(random.setstate, random.getstate())
-        stack.enter_context(_disable_current_modes())
         stack.enter_context(saved_unseen())
-        stack.enter_context(_attributes_put_back(model))
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
-        yield
-
-
-@contextmanager
-def _attributes_put_back(model: nn.Module) -> Iterator[None]:
-    modules = list(model.modules())
-    configs = {id(module.config): vars(module.config) for module in modules if hasattr(module, "config")}
-    of_all = [hooks for hooks in hooks_of(None) if len(_called(hooks)) < len(hooks)]
-    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values(), *of_all]
-    before = [(attributes, dict(attributes)) for attributes in changing]
-    values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
-    main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
-    try:
-        for module in modules:
-            own = vars(module)
+        stack.callback(state.put_back)
+        for parameter in model.parameters():
+            vars(parameter).pop("main_grad", None)
+        for module in (None, *model.modules()):
             if getattr(module, "gradient_checkpointing", False):
-                own["gradient_checkpointing"] = False
-            for name in _HOOKS:  # copies, so that hooks registered meanwhile disappear
-                own[name] = _called(own[name])
-        for hooks in of_all:
-            called = _called(hooks)
-            hooks.clear()
-            hooks.update(called)
-        for attributes in (*map(vars, modules), *configs.values()):
-            _drop_nothing(attributes)
+                vars(module)["gradient_checkpointing"] = False
+            for hooks in hooks_of(module):
+                for key in [key for key, hook in hooks.items() if not _is_called(hook, module)]:
+                    del hooks[key]
+        for attributes in state.attributes:
+            for name, value in attributes.items():
+                if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
+                    attributes[name] = _ALMOST_NONE
         yield
-    finally:
-        for attributes, held in before:
-            attributes.clear()
-            attributes.update(held)
-        for parameter, main_grad in main_grads:
-            parameter.main_grad = main_grad
-        with torch.no_grad():
-            for buffer, value in values.items():
-                if not torch.equal(buffer, value):  # writing equal values would still count as a change
-                    buffer.copy_(value)
 
 
-def _called(hooks: dict[int, Callable]) -> OrderedDict[int, Callable]:
-    """Returns hooks without those of users that are not declared, and without those that record what runs."""
-    known = {key for key, hook in hooks.items() if is_known(hook) and package_of(innermost(hook)) not in _RECORDERS}
-    return OrderedDict((key, hook) for key, hook in hooks.items() if key in known or is_declared(hook))
-
-
-def _drop_nothing(attributes: dict[str, Any]) -> None:
-    """Sets rates of dropout and noise to almost 0; at exactly 0 other code would run."""
-    for name, value in attributes.items():
-        if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
-            attributes[name] = _ALMOST_NONE
+def _is_called(hook: Callable, module: nn.Module | None) -> bool:
+    """Returns whether a hook of a module, or of all, is declared, or known and does not record what runs."""
+    is_recorder = module is None or package_of(innermost(hook)) in _RECORDERS
+    return is_declared(hook) or (is_known(hook) and not is_recorder)
 
 
 class SameChoices(TorchDispatchMode):

@@ -10,6 +10,7 @@ Before each of these gathers the ranks tell each other if one has failed; otherw
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,10 +74,12 @@ class Ranks:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Gathers the parameters that a forward and a backward inside need, then frees them. The model's hooks must be
-        copies without ZeRO-3's."""
+        """Gathers the parameters that a forward and a backward inside need, then frees them. Inside `without_a_trace`,
+        which has removed ZeRO-3's hooks and removes those added here."""
         blocks = self.fsdp or list(_blocks(self.model))
-        outside = _gather(_outside(self.model, blocks)) if self.together and not self.fsdp else []
+        inside = {module for block in blocks for module in block.modules()}
+        others = [module for module in self.model.modules() if module not in inside]
+        outside = _gather(dict.fromkeys(chain(*(module.parameters(recurse=False) for module in others))))
         for module in self.model.modules():
             if "ds_id" in vars(module):  # its dict gathers a parameter that is read, and records that
                 vars(module)["_parameters"] = dict(module._parameters.items())
@@ -141,13 +144,6 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _blocks(child)
-
-
-def _outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters of modules outside the blocks."""
-    inside = {module for block in blocks for module in block.modules()}
-    others = [module for module in model.modules() if module not in inside]
-    return list(dict.fromkeys(each for module in others for each in module.parameters(recurse=False)))
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:

@@ -11,7 +11,7 @@ Nothing is called or copied: classes, functions and hooks are recognised by wher
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from seqtile.models.hooks import innermost, unknown_hook
 from seqtile.models.known_libraries import is_of_library, refusal_of
 from seqtile.models.placement import class_of, computed_forward, decorated, home_of
 from seqtile.models.weights import named
+from seqtile.ops.state import names_in
 
 _ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU RReLU ReLU
 ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold""".split()
@@ -155,7 +156,7 @@ def _made_by(cls: type) -> set[str]:
         function = innermost(inspect.unwrap(waiting.pop()))
         if not isinstance(function, FunctionType):
             continue
-        for name in _names_in(function.__code__) - names:
+        for name in names_in(function.__code__) - names:
             value = function.__globals__.get(name, getattr(cls, name, None))
             names |= {name, getattr(value, "__name__", name)}
             if isinstance(value, dict):
@@ -163,8 +164,3 @@ def _made_by(cls: type) -> set[str]:
             elif isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
                 waiting.append(value)
     return names
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)

@@ -1,10 +1,12 @@
 """The layers of PEFT, bitsandbytes, torchao, Liger and transformers' quantisation that treat each token by itself.
 
-Each was found by reading its forward. Whatever else these libraries have may look at other tokens, as some of it does.
+known_layers.txt names them; each was found by reading its forward. Whatever else these libraries have may look at other
+tokens, as some of it does.
 """
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,62 +16,8 @@ from torch.distributed.tensor import DTensor
 from seqtile.models.hooks import defining_path
 from seqtile.models.placement import class_of, computed_forward, decorated
 
-_LISTED = {  # modules, LoRA variants, classes of weights, and ways to scale an input
-    "peft.tuners.{}.layer.Linear": """
-        adamss beft boft frod gralora hira ia3 lily loha lokr lora oft osf peanut poly psoft pvera randlora road shira
-        supertuning tinylora unilora vblora vera
-    """,
-    "peft.tuners.{}.layer.Embedding": "hira lora oft tinylora",
-    "peft.tuners.{}.bnb.Linear4bit": "hira ia3 lora pvera randlora road",
-    "peft.tuners.{}.bnb.Linear8bitLt": "hira ia3 lora pvera randlora road",
-    "peft.tuners.lora.variants.{}LinearVariant": "ALora Arrow BdLora Dora Kasa MiCA Monteclora QALora Velora",
-    "peft.tuners.lora.variants.{}EmbeddingVariant": "Dora MiCA",
-    "peft.tuners.{}": """
-        _buffer_dict.BufferDict adalora.bnb.SVDLinear4bit adalora.bnb.SVDLinear8bitLt adalora.gptq.SVDQuantLinear
-        adalora.layer.SVDLinear boft.layer.MultiplicativeDropoutLayer c3a.layer.C3ALinear deft.layer.DeftLinear
-        delora.layer.DeloraLinear fourierft.layer.FourierFTLinear glora.layer.GloraEmptyPath glora.layer.GloraLinear
-        glora.layer.GloraLoraPath glora.layer.GloraScalarPath glora.layer.GloraVectorPath hra.layer.HRALinear
-        ln_tuning.layer.LNTuningLayer loha.layer.LoHaLayer lokr.layer.LoKrLayer lora.aqlm.AqlmLoraLinear
-        lora.arrow.ArrowLoraLinearLayer lora.awq.AwqLoraLinear lora.dora.DoraEmbeddingLayer lora.dora.DoraLinearLayer
-        lora.eetq.EetqLoraLinear lora.gptq.GPTQLoraLinear lora.hqq.HqqLoraLinear lora.inc.IncLoraLinear
-        lora.layer.LoraEmbeddingATPHolder lora.layer.ParamWrapper lora.layer._LoraFactorsProxy
-        lora.layer._LoraParameterProxy lora.monteclora.MontecloraSampler lora.torchao.TorchaoLoraLinear
-        lora.variants.BlockDiagonalLinear miss.layer.MissLinear oft.layer.MultiplicativeDropoutLayer
-        oft.layer.OFTRotationModule poly.router.PolyRouter psoft.layer.OrthLayer
-        trainable_tokens.layer.TrainableTokensLayer waveft.layer.WaveFTLinear
-    """,
-    "peft.utils.other.{}": "AuxiliaryTrainingWrapper ModulesToSaveWrapper TrainableTokensWrapper",
-    "bitsandbytes.nn.{}": """
-        modules.Int8Params modules.Linear4bit modules.Linear8bitLt modules.LinearFP4 modules.LinearNF4
-        modules.Params4bit parametrize.Bnb4bitParametrization
-    """,
-    "torchao.quantization.{}": """
-        Float8Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4Tensor Int4TilePackedTo4dTensor Int8Tensor
-        IntxUnpackedToInt8Tensor granularity.PerRow granularity.PerToken
-        linear_quant_modules.Int8DynActInt4WeightLinear qat.fake_quantizer.Float8FakeQuantizer
-        qat.fake_quantizer.IntxFakeQuantizer qat.linear.FakeQuantizedLinear 
-        qat.linear.Int8DynActInt4WeightQATLinear quantize_.workflows.nf4.nf4_tensor.NF4Tensor
-    """,
-    "torchao.float8.{}": "float8_linear.Float8Linear fsdp_utils.WeightWithDynamicFloat8CastTensor",
-    "transformers.integrations.{}": """
-        bitnet.AutoBitLinear bitnet.BitLinear compressed_tensors.CompressedTensorsFP8Linear eetq.EetqLinear
-        fbgemm_fp8.FbgemmFp8Linear fbgemm_fp8.FbgemmFp8Llama4TextExperts finegrained_fp8.FP8Experts
-        finegrained_fp8.FP8GroupedLinear finegrained_fp8.FP8Linear gemma_quant.QuantizedLinear higgs.HiggsLinear
-        metal_quantization.MetalLinear mxfp4.Mxfp4GptOssExperts mxfp4.Mxfp4GptOssMLP
-    """,
-    "liger_kernel.transformers.rms_norm.LigerRMSNorm{}": """
-        ForGemma ForGemma2 ForGemma3 ForGemma4 ForGlm4 ForMuseGlimmer ForMuseGlimmerTextCentered ForOlmo2 ForQwen3Next
-    """,
-    "liger_kernel.transformers.swiglu.Liger{}": """
-        BlockSparseTop2MLP Experts FalconH1SwiGLUMLP HunyuanV1SwiGLUMLP Phi3SwiGLUMLP Qwen3MoeSwiGLUMLP SwiGLUMLP
-        SwiGLUMLPForMuseGlimmer
-    """,
-    "liger_kernel.transformers.{}": """
-        dyt.LigerDyT geglu.LigerGEGLUMLP geglu.LigerGEGLUMLPForGemma4 layer_norm.LigerLayerNorm mlp.LigerFalconH1MLP
-        mlp.LigerMLP poly_norm.LigerPolyNorm relu_squared.LigerReLUSquared rms_norm.LigerRMSNorm
-    """,
-}
-_CLASSES = {pattern.format(name) for pattern, names in _LISTED.items() for name in names.split()}
+_CLASSES = frozenset(Path(__file__).with_name("known_layers.txt").read_text().split())
+"""Modules, LoRA variants, classes of weights, and ways to scale an input, by their full names."""
 _ONE_SCALE = "takes one scale over all its tokens"
 _DRAWS = "draws once for all its tokens"
 _GENERATOR = "draws from a generator that it keeps"

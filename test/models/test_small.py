@@ -6,10 +6,10 @@ from transformers import CONFIG_MAPPING, Gemma4TextConfig
 
 from models.layered import small_of
 from seqtile.models.find import layers_of
+from seqtile.models.known import unknown_in
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
 from seqtile.models.proof import findings
-from seqtile.models.replaced import Made, modules_by_place
 from seqtile.models.small import config_for, structure_of, with_few_layers
 
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 60}
@@ -33,9 +33,9 @@ def test_every_kind_of_layer(model_type: str) -> None:
     if model_type == "evolla":  # its code inserts adapters by the number of layers
         kinds |= {kind for kind in map(structure_of, layers_of(whole)) if any(set(kind) <= set(one) for one in kinds)}
     assert {structure_of(layer) for layer in layers_of(whole)} <= kinds
-    expected, layers = Made(model), set(layers_of(whole))
-    for place, module in ((place, module) for place, module in modules_by_place(whole) if module in layers):
-        assert not any(one.is_replaced for one in expected.inside(place, module)), place
+    parts = [module for part in (MLP, EXPERTS, LAYER) for module in part.modules(whole) if part.refusal(module) is None]
+    assert [unknown_in(module) for module in parts] == [None] * len(parts)
+    assert unknown_in(whole.get_output_embeddings(), "head") is None
 
 
 @pytest.mark.parametrize(

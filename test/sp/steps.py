@@ -321,8 +321,9 @@ def meshes() -> None:
 def another_attention() -> None:
     """One chosen with set_attn_implementation after `apply_ulysses` computes the next forward, and stays after
     `restore`. sdpa and eager attention give padding other values, which these labels read."""
-    ctx, model, batch = context(), build("llama"), batch_of(2, 60)
-    batch["attention_mask"] = (torch.arange(60) >= torch.tensor([[0], [7]])).long()
+    ctx, model, batch = context(), build("mistral", sliding_window=20), batch_of(2, 60)
+    place = torch.arange(60)
+    batch["attention_mask"] = ((place >= torch.tensor([[0], [7]])) & (place < torch.tensor([[60], [31]]))).long()
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     for batches in ("cut", "whole"):
         ours = copy.deepcopy(model)

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from seqtile import declared
-from seqtile.declared import is_declared
+from seqtile.declared import is_declared, tokenwise
 from seqtile.models.difference import STATES_NAME, Difference, brief, difference, precision_of
 from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
@@ -128,7 +127,7 @@ class _MadeOf:
         owned = [vars(model), *self._owned]
         attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS))
         children = map(dict.values, self._children)
-        own = (type(model), *map(type, self._inside), declared.latest if self._with_declared else None)
+        own = (type(model), *map(type, self._inside), tokenwise.__globals__["latest"] if self._with_declared else None)
         return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]
 
     def __reduce__(self) -> tuple:

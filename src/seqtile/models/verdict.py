@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules import linear as linear_module
 from transformers.utils import logging
 
-from seqtile import declared
+from seqtile.declared import tokenwise
 from seqtile.models.hooks import hooks_of
 from seqtile.models.placement import placement_of
 from seqtile.ops.save_early import saved_unseen
@@ -33,7 +33,6 @@ _OF_TORCH = (
     *((nn.Module, name) for name in ("__call__", "_call_impl")),
     (nn.Linear, "forward"),
     (linear_module, "F"),
-    (declared, "latest"),
     *((F, name) for name in ("linear", "silu", "gelu")),
     *((torch._C._nn, name) for name in ("linear", "gelu")),
 )
@@ -119,7 +118,8 @@ class _Kept:
         looked_up = [(owner, name) for owner, name in looked_up if hasattr(owner, name)]
         self._owners, self._names = zip(*looked_up, strict=True)
         functions = [*map(getattr, self._owners, self._names), *held]
-        self._globals, self._global_names = zip(*_named_by(functions), strict=True)
+        named = [(tokenwise.__globals__, "latest"), *_named_by(functions)]
+        self._globals, self._global_names = zip(*named, strict=True)
         now = self.now(module, dtype)
         loose = {id(each) for each in held if isinstance(each, torch.Tensor)}
         self.seen = [None if id(each) in loose else each for each in now]  # they may have a graph; not kept alive here

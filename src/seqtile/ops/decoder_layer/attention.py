@@ -138,7 +138,6 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_h: torch.Tensor, *_: torch.Tensor):
         check_first_derivative("decoder_layer")
-        ctx.unchanged.check()
         return None, None, None, None, None, *_Backward(ctx, d_h).gradients()
 
 
@@ -173,6 +172,7 @@ class _Backward:
         self.call, self.sizes, self.sp_attention = ctx.call, ctx.call.sizes, ctx.call.sp_attention
         self.runs, self.leaves, self.needs_x, self.d_h = ctx.runs, ctx.leaves, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
+        ctx.unchanged.check()
         count = len(tensors_of(ctx.params))
         params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]

@@ -19,9 +19,8 @@ from transformers.utils import logging
 from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
 from seqtile.models.attention_masks import check_attention
 from seqtile.models.find import are_experts, mlps_in, positional_of
-from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.gathered import gathered, is_sharded
-from seqtile.models.in_chunks import InChunks
+from seqtile.models.in_chunks import InChunks, call_with_further_outputs, records_attentions
 from seqtile.models.known import unknown_in
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_size_of, mlp_unfused_reason, read_mlp, sparsity_of

@@ -24,18 +24,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
-from seqtile.models.hooks import defining_path, hooks_of, innermost, is_harmless
+from seqtile.models.hooks import defining_path, each_hook, innermost, is_harmless
 from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
-_ACTIVATIONS = {  # class -> its name in `gated_mlp`, and where its forward is defined
-    nn.SiLU: ("silu", "torch.nn.modules.activation.SiLU.forward"),
-    SiLUActivation: ("silu", "transformers.activations.SiLUActivation.forward"),
-    GELUTanh: ("gelu_tanh", "transformers.activations.GELUTanh.forward"),
-}
-
-
+_ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}  # by their names in `gated_mlp`
 _SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # compilers know it by identity only
 
 
@@ -82,11 +76,7 @@ def call_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | N
 
 def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | None:
     """Returns a hook of a module, or without a module a global hook, that is not harmless."""
-    for hooks in hooks_of(module):
-        for hook in hooks.values():
-            if not is_harmless(hook, recording):
-                return hook
-    return None
+    return next((hook for hook in each_hook(module) if not is_harmless(hook, recording)), None)
 
 
 def linear_unfused_reason(module: Any) -> str | None:
@@ -102,7 +92,7 @@ def linear_unfused_reason(module: Any) -> str | None:
 
 def activation_name(activation: Any) -> str | None:
     """Returns the name of an activation in `gated_mlp`; None if it has none."""
-    return _ACTIVATIONS.get(type(activation), (None,))[0]
+    return _ACTIVATIONS.get(type(activation))
 
 
 def activation_unfused_reason(activation: Any) -> str | None:
@@ -111,7 +101,7 @@ def activation_unfused_reason(activation: Any) -> str | None:
     if cls not in _ACTIVATIONS:
         known = cls.__module__.split(".")[0] in ("torch", "transformers")
         return f"its activation is {cls.__name__ if known else named(activation)}"
-    if defining_path(cls.forward) != _ACTIVATIONS[cls][1]:
+    if defining_path(cls.forward) != f"{named(cls)}.forward":
         return f"the forward of {named(cls)}, its activation, was replaced"
     if (reason := module_unfused_reason(activation)) is not None:
         return f"its activation {reason}"

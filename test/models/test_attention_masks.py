@@ -10,7 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 import seqtile
 from seqtile.models import attention_masks
 from seqtile.models.attention_masks import WatchedMask, watch_masks
-from seqtile.sp.backends import has_masks
+from seqtile.sp.backends import check_has_masks
 from support.tiny import build
 
 pytestmark = pytest.mark.usefixtures("pristine")
@@ -80,4 +80,5 @@ def test_the_functions_are_replaced_once_and_found_by_sequence_parallelism(said:
         seqtile.apply_seqtile(build("llama"), mlp=False, check=False)
     watched = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     assert isinstance(watched, WatchedMask) and watched.function is sdpa_mask
-    assert has_masks("sdpa") and has_masks("eager")
+    for implementation in ("sdpa", "eager"):
+        check_has_masks(implementation)

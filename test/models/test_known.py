@@ -306,7 +306,7 @@ def steer_gradient(module: nn.Module, grad_input: tuple, grad_output: tuple) -> 
     return tuple(None if each is None else each * torch.arange(61)[:, None] for each in grad_input)
 
 
-INSIDE = ["mlp.down_proj", "mlp.act_fn", "self_attn.q_proj", "input_layernorm", "mlp", "lm_head"]
+INSIDE = ["mlp.down_proj", "mlp.act_fn", "self_attn", "self_attn.q_proj", "input_layernorm", "mlp", "lm_head"]
 HOOKS = {
     "forward": ("register_forward_hook", steer),
     "pre": ("register_forward_pre_hook", steer_input),
@@ -375,12 +375,11 @@ def test_hooks_that_see_all_tokens_untile_nothing() -> None:
     untiled = build("llama")
     model = tiled_copy(untiled, layer=False)
     places = [
-        "model.layers.0.mlp",
-        "model.layers.1",
+        "layers.0.mlp",
+        "layers.1",
         "",
-        "model",
-        "model.embed_tokens",
-        "model.layers.0.self_attn.q_proj",
+        "embed_tokens",
+        "layers.0.self_attn.q_proj",
     ]
     for each in (model, untiled):
         for place in places:

@@ -212,14 +212,6 @@ def test_refusals(case: str) -> None:
     assert CLASSES["phi3"][1].forward is before
 
 
-def test_hooks_on_attention_are_refused() -> None:
-    model = build("llama")
-    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="attention's forward, which has hooks"):
-        seqtile.apply_seqtile(model, layer=True)
-    assert seqtile.status(model).loss.tiled == 0 and "forward" not in vars(model.model.layers[0])
-
-
 def test_an_attention_that_saves_much_is_refused_or_repeated(device: str) -> None:
     """Hugging Face's eager attention saves its weights."""
     untiled = build("llama", device, attn_implementation="eager", num_key_value_heads=4, head_dim=16)

@@ -47,16 +47,21 @@ class OwnMLP(modeling_llama.LlamaMLP):
         return 2 * super().forward(x)
 
 
-def test_an_attention_with_a_forward_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiled_copy(build("llama"))
-    model.model.layers[1].self_attn.__class__ = OwnAttention
-    match = r"cannot be tiled: its attention's forward, .*OwnAttention.forward, is not Llama's"
-    with pytest.raises(ValueError, match=match):
-        model(**whole(101))
-    assert "REFUSES" in str(seqtile.status(model).layer)
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", OwnAttention.forward)
-    with pytest.raises(ValueError, match="cannot be tiled: its attention's forward"):
-        seqtile.apply_seqtile(build("llama"), layer=True)
+@pytest.mark.parametrize("of_class", [False, True])
+def test_an_attention_with_a_forward_of_its_own_is_called(of_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    untiled, forward = build("llama"), modeling_llama.LlamaAttention.forward
+
+    def doubled(self: nn.Module, *args: object, **options: object) -> tuple:
+        attended, weights = forward(self, *args, **options)
+        return 2 * attended, weights
+
+    tiled = tiled_copy(untiled)
+    if of_class:
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", doubled)
+    for model in () if of_class else (untiled, tiled):
+        model.model.layers[1].self_attn.__class__ = OwnAttention
+    assert_same_step(tiled, untiled, whole(101))
+    assert "self_attn" in seqtile.status(tiled).layer.untiled_reason
 
 
 def own_class(mlp: nn.Module) -> None:
@@ -77,11 +82,7 @@ def test_an_mlp_with_a_forward_of_its_own_is_called(change: Callable, head_group
     tiled = tiled_copy(untiled, head_groups)
     for model in (untiled, tiled):
         change(model.model.layers[1].mlp)
-    if head_groups is None:
-        assert_same_step(tiled, untiled, batch)
-    else:
-        with pytest.raises(ValueError, match="its MLP has a forward of its own"):
-            tiled(**batch)
+    assert_same_step(tiled, untiled, batch)
 
 
 def test_a_replaced_rotary_embedding_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

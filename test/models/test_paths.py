@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 import seqtile
 from models.layered import assert_same_step, gradients_of, tiled_copy
@@ -28,6 +27,7 @@ def lora(*targets: str, **options: object) -> Change:
     return add
 
 
+@seqtile.tokenwise
 class Rounded(nn.Linear):
     """Represents a quantized layer: it does not compute its weight's product."""
 
@@ -41,6 +41,7 @@ def quantised(model: nn.Module) -> nn.Module:
     return model
 
 
+@seqtile.tokenwise
 def halved(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
     return output * 0.5
 
@@ -52,11 +53,6 @@ def hooked(model: nn.Module) -> nn.Module:
 
 def activation_hooked(model: nn.Module) -> nn.Module:
     model.model.layers[1].mlp.act_fn.register_forward_hook(halved)
-    return model
-
-
-def pruned_head(model: nn.Module) -> nn.Module:
-    prune.l1_unstructured(model.lm_head, "weight", 0.5)
     return model
 
 
@@ -111,7 +107,6 @@ PATHS: dict[str, tuple[Change, str | None, str | None]] = {
     "quantised": (quantised, f"down_proj is a {__name__}.Rounded", None),
     "a hook": (hooked, "gate_proj has hooks", None),
     "a hook on the activation": (activation_hooked, "its activation has hooks", None),
-    "a pruned head": (pruned_head, None, "lm_head has hooks"),
     "another activation": (exact_gelu, "its activation is GELU", None),
     "float64": (lambda model: model.double(), "gate_proj.weight is torch.float64", "lm_head.weight is torch.float64"),
 }

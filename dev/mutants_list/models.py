@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "in chunks under ZeRO-3: what is inside is gathered once a chunk",
         "gathered",
-        "setattr(module, _LEAF, True)",
+        "setattr(module, _LEAF, _MARK)",
         "pass",
         CHUNKED,
         select="steps_of_3 and zero3",
@@ -97,8 +97,8 @@ MUTANTS = (
     Mutant(
         "in chunks: hooks that gather run in the loop too",
         "silent",
-        "each.hooks[each.key] = each.instead",
-        "pass",
+        "if key in own",
+        "if False",
         CHUNKED,
         select="steps_of_3 and (zero3-True or parts-True)",
         dist=True,

@@ -16,7 +16,6 @@ The layer gets, besides its hidden states,
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,6 +30,7 @@ from seqtile.models.attention_masks import check_attention
 from seqtile.models.forms import source_of
 from seqtile.models.in_chunks import InChunks, call_in_chunks, call_with_further_outputs, recording
 from seqtile.models.placement import computed_forward
+from seqtile.ops.state import having
 from seqtile.renamed import CACHE_NAMES, cache_in
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
@@ -147,7 +147,8 @@ class LayerArguments:
         self._leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in leaves]
         axes = (_axis_of(leaf, rows, length) for leaf in leaves)
         self._axes = {i: axis for i, axis in enumerate(axes) if axis is not None}
-        self.tensors = [self._moved(leaves[i], axis) for i, axis in self._axes.items()]
+        tensors = [(leaves[i], axis) for i, axis in self._axes.items()]
+        self.tensors = [leaf.unsqueeze(-1) if leaf.dim() == 2 else leaf.movedim(axis, 1) for leaf, axis in tensors]
         """The tensors to cut, each with its tokens along dimension 1, and at least one more dimension after it."""
 
     def of_chunk(self, pieces: tuple[torch.Tensor, ...]) -> "ChunkArguments":
@@ -159,10 +160,6 @@ class LayerArguments:
         in_dicts = tree_leaves([dict(leaf) for leaf in leaves if isinstance(leaf, MutableMapping)])
         wholes |= {id(leaf): leaf for leaf in in_dicts}
         return ChunkArguments(tree_unflatten(leaves, self._spec) | self._rest, wholes)
-
-    @staticmethod
-    def _moved(leaf: torch.Tensor, axis: int) -> torch.Tensor:
-        return leaf.unsqueeze(-1) if leaf.dim() == 2 else leaf.movedim(axis, 1)
 
 
 class ChunkArguments:
@@ -310,7 +307,7 @@ class _LayerCall:
         return tree_unflatten(parts, self._spec)
 
     def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, instead: Callable) -> Any:
-        with _attention_function(instead):
+        with having(_instead, instead):
             return self.forward(self.layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
 
 
@@ -340,11 +337,13 @@ def _token_axis(layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]) -
 
 
 _instead: ContextVar[Callable[[Callable], Callable] | None] = ContextVar("attention_function", default=None)
+"""Layers that this thread runs use instead(function) as their attention function. Set it inside what a backward calls
+again, since autograd's threads inherit nothing."""
 
 
 def _install_look_up() -> None:
-    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_attention_function` set
-    for the calling thread, else what the old one finds."""
+    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_instead` makes of
+    it in the calling thread, else what the old one finds."""
     find = ALL_ATTENTION_FUNCTIONS.get_interface
     if hasattr(find, "_seqtile"):
         return
@@ -352,20 +351,9 @@ def _install_look_up() -> None:
     def get_interface(name: str, default: Callable) -> Callable:
         if torch.compiler.is_compiling() or (instead := _instead.get()) is None:
             return find(name, default)
-        with _attention_function(None):  # of two threads that came here first, each has replaced it
+        with having(_instead, None):  # of two threads that came here first, each has replaced it
             found = find(name, default)
         return instead(found)
 
     get_interface._seqtile = True
     ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
-
-
-@contextmanager
-def _attention_function(instead: Callable[[Callable], Callable] | None) -> Iterator[None]:
-    """Makes layers that this thread runs use instead(function) as their attention function. Enter it inside what a
-    backward calls again, since autograd's threads inherit nothing."""
-    token = _instead.set(instead)
-    try:
-        yield
-    finally:
-        _instead.reset(token)

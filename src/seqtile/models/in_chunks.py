@@ -11,8 +11,8 @@ a dict of its own; what it recorded leaves the tiled function as further outputs
     the whole                              the same tree,             {"router_logits": [[B * S, E]]}
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
 from weakref import ref
@@ -20,15 +20,13 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.gathered import hooks_in_loop, silent
-from seqtile.models.snapshot import Snapshot, dicts_of
-from seqtile.models.weights import leaves_of
-from seqtile.ops.state import found_in
+from seqtile.models.snapshot import Snapshot, dicts_of, exchanged
+from seqtile.models.weights import function_modes, leaves_of
+from seqtile.ops.state import found_in, having
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
@@ -108,7 +106,7 @@ class _Repeat:
 
     def __init__(self, function: Callable, modules: InChunks):
         self._function, self._modules, self._snapshot = function, modules, None
-        self._modes, self._hooks = _modes(), hooks_in_loop()
+        self._modes, self._hooks = function_modes(), hooks_in_loop()
         self._places = modules.computed() if torch.is_grad_enabled() else []
 
     @property
@@ -122,7 +120,7 @@ class _Repeat:
             self._snapshot = self._modules.snapshot(self._places)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        active, changed = _modes(), [] if self._snapshot is None else self._snapshot.changed()
+        active, changed = function_modes(), [] if self._snapshot is None else self._snapshot.changed()
         changed += ["the TorchFunctionModes"] if active and active != self._modes else []
         if changed:
             raise RuntimeError(
@@ -130,36 +128,18 @@ class _Repeat:
                 f"changed in between: {', '.join(changed)}; call backward() before that"
             )
         given = len(tensors) - len(self._places)
-        token = _inside_chunk.set(True)
-        try:
-            with ExitStack() as stack:
-                if self._snapshot is not None:
-                    stack.enter_context(self._snapshot.put_back())
-                stack.enter_context(_placed(self._places, tensors[given:]))
+        weights = [(*place, tensor) for place, tensor in zip(self._places, tensors[given:], strict=True)]
+        with ExitStack() as stack:
+            stack.enter_context(having(_inside_chunk, True))
+            if self._snapshot is not None:
+                stack.enter_context(self._snapshot.put_back())
+            if weights:
+                stack.enter_context(exchanged(weights))
+            if self._hooks is not None:
                 stack.enter_context(silent(self._hooks))
-                for mode in self._modes if active != self._modes else ():
-                    stack.enter_context(mode)
-                return self._function(*tensors[:given])
-        finally:
-            _inside_chunk.reset(token)
-
-
-@contextmanager
-def _placed(places: Sequence[tuple[dict[str, Any], str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Lets modules compute with these tensors as their weights."""
-    before = [own.get(name) for own, name in places]
-    for (own, name), tensor in zip(places, tensors, strict=True):
-        own[name] = tensor
-    try:
-        yield
-    finally:
-        for (own, name), tensor in zip(places, before, strict=True):
-            own[name] = tensor
-
-
-def _modes() -> list[TorchFunctionMode]:
-    count = torch._C._len_torch_function_stack()
-    return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if type(mode) is not DeviceContext]
+            for mode in self._modes if active != self._modes else ():
+                stack.enter_context(mode)
+            return self._function(*tensors[:given])
 
 
 def records_attentions() -> bool:
@@ -167,20 +147,11 @@ def records_attentions() -> bool:
     return any("attentions" in name for name in _active_collector.get() or ())
 
 
-@contextmanager
-def recording(collected: dict[str, list] | None) -> Iterator[None]:
+def recording(collected: dict[str, list] | None) -> AbstractContextManager[None]:
     """Makes Hugging Face record outputs into `collected`; None: nowhere."""
     if _active_collector.compiling:  # it holds the dict while a compiled model runs
-        before, _active_collector.global_var = _active_collector.global_var, collected
-    else:
-        token = _active_collector.set(collected)
-    try:
-        yield
-    finally:
-        if _active_collector.compiling:
-            _active_collector.global_var = before
-        else:
-            _active_collector.reset(token)
+        return exchanged([(vars(_active_collector), "global_var", collected)])
+    return having(_active_collector, collected)
 
 
 def call_with_further_outputs(

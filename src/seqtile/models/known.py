@@ -9,7 +9,6 @@ Nothing is called or copied: classes, functions and hooks are recognised by wher
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -20,20 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parametrizations
 
 from seqtile.declared import is_declared
 from seqtile.models.hooks import defining_path, innermost, unknown_hook
 from seqtile.models.placement import class_of, computed_forward, decorated, home_of
-from seqtile.models.weights import named
+from seqtile.models.weights import is_one_of, named
 from seqtile.ops.state import names_in
 
-_ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU RReLU ReLU
-ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold""".split()
-_FUNCTIONS = {name.lower() for name in _ACTIVATIONS} | {"leaky_relu", "linear"}
-_OF_TORCH = {nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential}
-_OF_TORCH |= {nn.Linear, nn.Identity, nn.Dropout, *(getattr(nn, name) for name in _ACTIVATIONS)}
-_OF_TORCH |= {parametrizations._WeightNorm, parametrizations._Orthogonal}
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _OF_TORCHS_OWN = ("torch.nn.modules.", "torch.nn.utils.", "torch._dynamo.", "torch.distributed.", "torch.utils.")
@@ -43,9 +35,11 @@ _OTHERS = ("seqtile", "accelerate", "deepspeed")
 _UNKNOWN = "which is neither known nor declared to treat each token by itself"
 _LIBRARIES = ("peft", "bitsandbytes", "torchao", "liger_kernel")
 _CLASSES = frozenset(Path(__file__).with_name("known_layers.txt").read_text().split())
-"""Modules, LoRA variants, classes of weights, and ways to scale an input, of these libraries and of transformers'
-quantisation, by their full names. Each was found by reading its forward. Whatever else these libraries have may look at
-other tokens, as some of it does."""
+"""Modules, LoRA variants, classes of weights, and ways to scale an input, of PyTorch, of these libraries and of
+transformers' quantisation, by their full names. Each was found by reading its forward. Whatever else they have may look
+at other tokens, as some of it does."""
+_ACTIVATIONS = {name.rpartition(".")[2] for name in _CLASSES if name.startswith("torch.nn.modules.activation.")}
+_FUNCTIONS = {name.lower() for name in _ACTIVATIONS} | {"leaky_relu", "linear"}
 _ONE_SCALE = "takes one scale over all its tokens"
 _DRAWS = "draws once for all its tokens"
 _GENERATOR = "draws from a generator that it keeps"
@@ -125,7 +119,7 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
 def _is_known_class(cls: type, module: nn.Module, maker: nn.Module | None) -> bool:
     package, *path = cls.__module__.split(".")
     if package == "torch":
-        if cls in _OF_TORCH or any(name in module._modules for name in _WRAPPED):
+        if is_one_of(cls, _CLASSES) or any(name in module._modules for name in _WRAPPED):
             return True
         if cls in _NORMS and len(module.normalized_shape) == 1:
             return True
@@ -190,7 +184,7 @@ def refusal_of(module: nn.Module) -> str | None:
     """
     cls = class_of(module)
     name, forward = named(cls), defining_path(decorated(computed_forward(module))).removesuffix(".forward")
-    if is_of_library(cls.__module__) and not _is_listed(cls):
+    if is_of_library(cls.__module__) and not is_one_of(cls, _CLASSES):
         return f"is a {name}, which may not treat each token by itself"
     if is_of_library(forward) and forward not in _CLASSES:
         return f"runs the forward of {forward}, which may not treat each token by itself"
@@ -201,17 +195,13 @@ def refusal_of(module: nn.Module) -> str | None:
     return next((reason for weight in weights if (reason := _weight_refusal(weight)) is not None), None)
 
 
-def _is_listed(cls: type) -> bool:
-    return named(cls) in _CLASSES and getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
-
-
 def _weight_refusal(weight: torch.Tensor) -> str | None:
     """Says why a product with a weight, as its class computes it, may not treat each token by itself."""
     weight = weight._local_tensor if isinstance(weight, DTensor) else weight
     cls = type(weight)
     if cls.__module__.split(".")[0] == "torch":
         return None
-    if not _is_listed(cls):
+    if not is_one_of(cls, _CLASSES):
         return f"has a {named(cls)}, whose products may not treat each token by itself"
     is_fixed = getattr(weight, "act_quant_scale", None) is not None
     if is_fixed or _is_by_token(getattr(weight, "act_quant_kwargs", None)):
@@ -224,7 +214,7 @@ def _is_by_token(quantisation: Any) -> bool:
     if quantisation is None:
         return True
     granularity = quantisation.granularity
-    return _is_listed(type(granularity)) and getattr(granularity, "dim", -1) == -1
+    return is_one_of(type(granularity), _CLASSES) and getattr(granularity, "dim", -1) == -1
 
 
 def _adapters_reason(module: Any) -> str | None:
@@ -234,7 +224,7 @@ def _adapters_reason(module: Any) -> str | None:
     for adapter in module.active_adapters:
         variant = getattr(module, "lora_variant", {}).get(adapter)
         kind = class_of(module) if variant is None else type(variant)
-        if not _is_listed(kind):
+        if not is_one_of(kind, _CLASSES):
             return f"with a {named(kind)}, which may not treat each token by itself"
         looks_further, what = _ADAPTERS.get(named(kind), (None, ""))
         if looks_further is not None and looks_further(module, adapter):

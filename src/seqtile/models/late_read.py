@@ -77,7 +77,7 @@ class AtForward:
             if isinstance(weight, DTensor) and not isinstance(before, DTensor):
                 gathered[name] = weight.full_tensor().to(before.dtype)
         if gathered:
-            call = partial(_called_with, head, gathered)
+            call = partial(functional_call, head, gathered)
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
             if gathered or gathers(head):  # so far only shards were checked
@@ -141,10 +141,6 @@ def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that computes the head's logits without the hooks that gather weights. Use it inside the
     head's own call (`inside_call`)."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
-
-
-def _called_with(head: nn.Module, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    return functional_call(head, weights, (hidden,))
 
 
 def _weights_of(head: nn.Module) -> Weights:

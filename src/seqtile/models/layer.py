@@ -271,17 +271,14 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
     if (unknown := unknown_in(layer)) is not None:
         return left_untiled(layer, unknown)
+    if isinstance(form, LayerForm) and (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
+        form = f"its attention {changed}"  # whose forward Llama's layers skip
     if not isinstance(form, LayerForm):
         if (refusal := any_layer_refusal(layer)) is not None:
             reason = f"{form}, and {refusal}"
             error = None if _is_untouched(layer) else f"this layer cannot be tiled: {reason}; apply with layer=False"
             return Verdict("untiled", reason, error, tileable=False)
         return _chunked(layer, form, None)
-    if (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
-        if any_layer_refusal(layer) is None:
-            return _chunked(layer, f"its attention {changed}", None)
-        error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
-        return Verdict("untiled", changed, error, form)
     return _chunked(layer, reason, form)
 
 

@@ -14,6 +14,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import groupby
@@ -353,10 +354,8 @@ def meaning_of(value: Any) -> Any:
 
 
 def set_field(config: PreTrainedConfig, name: str, value: Any) -> None:
-    try:
+    with suppress(AttributeError, TypeError, ValueError):  # what this config computes from others
         setattr(config, name, value)
-    except (AttributeError, TypeError, ValueError):  # what this config computes from others
-        pass
 
 
 def _another(everywhere: Any, here: Any) -> Any:

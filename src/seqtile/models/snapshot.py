@@ -26,6 +26,19 @@ _OF_TORCH = ((nn.Module, "__call__"), (nn.Module, "_call_impl"))
 _OF_TORCH += tuple((F, name) for name in ("linear", "silu", "gelu", "cross_entropy"))
 
 
+@contextmanager
+def exchanged(items: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Gives dicts other values for the time of the context: each a dict, a key and the value."""
+    before = [(own, key, own.get(key)) for own, key, _ in items]
+    for own, key, value in items:
+        own[key] = value
+    try:
+        yield
+    finally:
+        for own, key, value in before:
+            own[key] = value
+
+
 def dicts_of(module: nn.Module) -> Iterator[dict]:
     """Yields the dicts that a module keeps: its children, parameters, buffers, hooks, scalings of adapters."""
     for name, value in vars(module).items():
@@ -67,9 +80,10 @@ class Snapshot:
         """Restores everything for the time of the context, but for what `changed` names."""
         types = [(part, type(part), then) for part, then in zip(self._parts, self._types, strict=True)]
         types = [(part, now, then) for part, now, then in types if now is not then]
-        differing = [(own, then) for own, then in zip(self._dicts, self._then, strict=True) if not _same(own, then)]
-        pairs = [(own, dict(own), _wanted(own, then)) for own, then in differing]
-        changed = [(own, now, wanted) for own, now, wanted in pairs if not _same(now, wanted)]
+        changed = []
+        if not all(map(is_, _flat(self._dicts), _flat(self._then))):
+            pairs = [(own, dict(own), _wanted(own, then)) for own, then in zip(self._dicts, self._then, strict=True)]
+            changed = [(own, now, wanted) for own, now, wanted in pairs if not _same(now, wanted)]
         thawed = [each for each, required in self._requires_grad if each.requires_grad and not required]
         try:
             for part, _, then in types:
@@ -123,6 +137,11 @@ def _is_exchanged(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(value, DTensor) != isinstance(other, DTensor) and value is not None and other is not None
     return callable(value) and is_harmless(value, False)
+
+
+def _flat(dicts: Sequence[dict]) -> Iterator[Any]:
+    names, values = (chain.from_iterable(map(kind, dicts)) for kind in (dict.keys, dict.values))
+    return chain(map(len, dicts), names, values)
 
 
 def _same(now: dict, then: dict) -> bool:

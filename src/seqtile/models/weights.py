@@ -9,7 +9,7 @@ An active TorchDispatchMode does not prevent reading: it sees each operation her
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear as linear_module
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
@@ -44,13 +45,15 @@ def module_call_reason() -> str | None:
 
 def process_unfused_reason() -> str | None:
     """Says why no module may be read at present. Called once, before any module is looked at."""
-    if (reason := module_call_reason()) is not None:
-        return reason
-    for i in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._get_function_stack_at(i)
-        if type(mode) is not DeviceContext:  # torch.set_default_device keeps one active, which only places new tensors
-            return f"the TorchFunctionMode {named(type(mode))} is active"
-    return None
+    modes = function_modes()
+    return module_call_reason() or (f"the TorchFunctionMode {named(type(modes[0]))} is active" if modes else None)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Returns the active TorchFunctionModes, but for those of torch.set_default_device, which only place new
+    tensors."""
+    active = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [mode for mode in active if type(mode) is not DeviceContext]
 
 
 def module_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
@@ -141,6 +144,12 @@ def named(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
+def is_one_of(cls: type, names: Collection[str]) -> bool:
+    """Returns whether a class is one of these, given by full name, and not another of that name."""
+    return named(cls) in names and getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+
+
+_LORAS = {f"peft.tuners.lora.{name}" for name in ("layer.Linear", "bnb.Linear4bit", "torchao.TorchaoLoraLinear")}
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a simulation of the other two
 
 
@@ -221,12 +230,7 @@ def split_lora(module: Any) -> LoraLinear | str:
 
 def _is_lora(module: Any) -> bool:
     """Returns whether a module is PEFT's LoRA of a linear layer, plain or quantised, and not of a subclass."""
-    kinds = (
-        ("peft.tuners.lora.layer", "Linear"),
-        ("peft.tuners.lora.bnb", "Linear4bit"),
-        ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
-    )
-    return type(module) in [getattr(sys.modules[name], kind, None) for name, kind in kinds if name in sys.modules]
+    return is_one_of(type(module), _LORAS)
 
 
 def _lora_layers(module: Any) -> LoraLinear | str:

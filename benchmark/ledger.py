@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from benchmark import bench_decoder_layer, bench_gated_mlp, bench_linear_cross_entropy
 from benchmark.contest import clear
+from benchmark.known_integers import KnownIntegers
 from benchmark.models import build
 from benchmark.rates import H200, Rates
 from benchmark.shapes import LENGTHS, SHAPES, UNHURRIED, Shape, cases
@@ -35,7 +36,7 @@ from seqtile import apply_seqtile, share_prefixes
 from seqtile.kernels import dispatch
 from seqtile.memory.batch import Batch
 from seqtile.memory.features import apply_options, with_features
-from seqtile.memory.measure import PRODUCTS, KnownIntegers, tensors_of
+from seqtile.memory.measure import PRODUCTS, tensors_of
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction
 from seqtile.renamed import enable_checkpointing

@@ -75,7 +75,8 @@ def imports_of(file: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            names.add(node.module)
+            inside = {f"seqtile.{alias.name}" for alias in node.names if alias.name in SUBPACKAGES}
+            names |= (inside if node.module == "seqtile" else set()) or {node.module}
     return names
 
 

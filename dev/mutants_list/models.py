@@ -6,6 +6,7 @@ CHUNKED = ("distributed/test_chunked_parts.py",)
 FIRST_STEP = ("models/test_first_step.py",)
 GRADIENTS = ("models/test_gradients.py",)
 LAZY_LOGITS = ("models/test_lazy_logits.py",)
+KNOWN = ("models/test_known.py",)
 LAYER = ("models/test_layer.py",)
 HOLES = ("models/test_layer_holes.py",)
 PATHS = ("models/test_paths.py",)
@@ -64,18 +65,10 @@ MUTANTS = (
     Mutant(
         "first step: what is compared with the head is compared below it again",
         "check_first_step",
-        "vars(inside)[OUTCOME] = (_MadeOf(inside, with_hooks), outcome)",
+        "vars(inside)[OUTCOME] = (_MadeOf(inside, with_declared), outcome)",
         "pass",
         FIRST_STEP,
         select="below_the_head",
-    ),
-    Mutant(
-        "first step: hooks that transformers adds count as a change",
-        "_MadeOf.still_is",
-        "if self._users_hooks() != self._of_users:",
-        "if True:",
-        FIRST_STEP,
-        select="do_not_repeat",
     ),
     Mutant(
         "MLP: the biases are not read",
@@ -119,15 +112,6 @@ MUTANTS = (
         "if False else",
         CHUNKED,
         select="steps_of_3 and ahead",
-        dist=True,
-    ),
-    Mutant(
-        "hooks: DeepSpeed's record the copy on which a user's is tried out",
-        "remove_hooks_that_gather",
-        "del hooks[key]",
-        "pass",
-        CHUNKED,
-        select="steps_of_3 and zero3-True",
         dist=True,
     ),
     Mutant(
@@ -207,7 +191,7 @@ MUTANTS = (
     Mutant(
         "layer: called, without the norms of heads",
         "_chunked_layer.heads_of",
-        'return getattr(attention, f"{name}_norm")(heads) if normed else heads',
+        'return parts[f"{name}_norm"](heads) if normed else heads',
         "return heads",
         LAYER,
         select="called",
@@ -222,11 +206,11 @@ MUTANTS = (
     ),
     Mutant(
         "called again: a change before the backward is not noticed",
-        "_repeatable.call",
-        "if (active and active != modes) or not modules.environment().computes_as(environment):",
+        "_Repeat.__call__",
+        "if changed:",
         "if active and active != modes:",
-        PLAIN,
-        select="changed_back",
+        ("models/test_changed_before_backward.py",),
+        select="named",
     ),
     Mutant(
         "projections: an adapter with dropout is read",
@@ -269,6 +253,38 @@ MUTANTS = (
         select="wrapper",
     ),
     Mutant(
+        "known: hooks inside a part do not count",
+        "unknown_in",
+        "if place and (hook := unknown_hook(module)) is not None:",
+        "if False:",
+        KNOWN,
+        select="steer",
+    ),
+    Mutant(
+        "known: a subclass of a declared class is declared",
+        "is_declared",
+        'getattr(each, "__dict__", ())',
+        "dir(each)",
+        KNOWN,
+        select="marks_things",
+    ),
+    Mutant(
+        "known: functions of torch that were replaced do not count",
+        "unknown_in",
+        "if not _is_known_function(function):",
+        "if False:",
+        KNOWN,
+        select="functions_of_torch",
+    ),
+    Mutant(
+        "known: a weight that a user's parametrization computes is read",
+        "split_lora",
+        "if type(each) not in PARAMETRIZATIONS and not is_declared(each):",
+        "if False:",
+        ("models/test_plugged_in_table.py",),
+        select="parametrization",
+    ),
+    Mutant(
         "proof: a part that differs is tiled",
         "difference",
         "if not max(error, 2 * along) <= allowed:",
@@ -291,30 +307,6 @@ MUTANTS = (
         "",
         ("recipes/test_check.py",),
         select="variants",
-    ),
-    Mutant(
-        "proof: what is inside a layer is not looked at",
-        "Made.inside",
-        "in modules_by_place(module, place, self._has):",
-        "in [(place, inside_wrappers(module))]:",
-        TYPES,
-        select="differs",
-    ),
-    Mutant(
-        "proof: what was put in place of a module is not tried out",
-        "unproven.reason_of",
-        "elif (reason := mixes(function)) is not None:",
-        "elif False:",
-        ("models/test_replaced.py",),
-        select="one_layer or mixes",
-    ),
-    Mutant(
-        "proof: gradients of what was put in are not compared",
-        "_results",
-        "if y.requires_grad else []",
-        "if False else []",
-        ("models/test_replaced.py",),
-        select="mixes and gradient",
     ),
     Mutant(
         "proof: what is remembered of a file holds for any config",
@@ -358,7 +350,7 @@ MUTANTS = (
     Mutant(
         "loss: torch's cross-entropy gets real logits",
         "LogitsRecipe.__torch_function__",
-        "if function is F.cross_entropy and args[0].cross_entropy is not None:",
+        "if function is F.cross_entropy and given[0].cross_entropy is not None:",
         "if False:",
         ("models/test_logits_recipe.py",),
     ),
@@ -465,9 +457,9 @@ MUTANTS = (
     ),
     Mutant(
         "limits: the release that mends a defect has it still",
-        "Limit.holds",
-        "number < self.fixed",
-        "number <= self.fixed",
+        "limit_of",
+        "number >= limit.fixed",
+        "number > limit.fixed",
         ("test_limits.py",),
     ),
     Mutant(

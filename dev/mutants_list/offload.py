@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "store: another device overwrites a block that is still read",
         "Store.put",
-        "            saved.copies.after(self.pool.copied.get(id(saved.memory)))\n",
-        "",
+        "                saved.copies.stream.wait_event(last)\n",
+        "                pass\n",
         STORE,
     ),
     Mutant(

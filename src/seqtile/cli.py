@@ -150,10 +150,6 @@ def plan(asked: PlanOptions) -> None:
 
     Exits with 1 if a sequence of --seq-len does not fit.
     """
-    if "activations" in (asked.offload or ()):
-        raise typer.BadParameter(
-            "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
-        )
     console = of_output()
     with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
         found = forecast(asked, status.update)
@@ -213,9 +209,8 @@ def probe(
 
 def print_rows(rows: list[Row], console: Console) -> None:
     for name in dict.fromkeys(row.probe for row in rows):
-        table = Table(
-            "", "", "", "", title=f"{name}: {PROBES[name]}", title_justify="left", box=None, show_header=False
-        )
+        title = f"{name}: {PROBES[name]}"
+        table = Table("", "", "", "", title=title, title_justify="left", box=None, show_header=False)
         for row in rows:
             if row.probe == name:
                 color = {"right": "green", "wrong": "red"}.get(row.verdict, "yellow")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 _MARK = "_seqtile_tokenwise"
 _Thing = TypeVar("_Thing")
 latest: Any = None
-"""Another object after each declaration, so that what was decided before it is decided again."""
+"""Replaced by a new object at each declaration, so that what was decided before it is decided again."""
 
 
 def tokenwise(thing: _Thing) -> _Thing:

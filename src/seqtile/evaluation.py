@@ -140,9 +140,9 @@ def evaluate(
             each(done + 1, len(windows))
     totals, counts = sums.tolist()
     stops = [min(end, context - 1) for end in ends.tolist()]
-    spans = [Span(*row) for row in zip([0, *stops], stops, map(int, counts), _means(totals, counts), strict=False)]
-    [mean] = _means([sum(totals)], [sum(counts)])
-    return Evaluation(int(sum(counts)), mean, tuple(span for span in spans if span.tokens), text_bytes)
+    rows = zip([0, *stops], stops, map(int, counts), totals, strict=False)
+    spans = tuple(Span(start, stop, tokens, total / tokens) for start, stop, tokens, total in rows if tokens)
+    return Evaluation(int(sum(counts)), sum(totals) / sum(counts), spans, text_bytes)
 
 
 def _documents(given: Any) -> list[torch.Tensor]:
@@ -185,10 +185,6 @@ def _positions(model: nn.Module) -> float:
         return math.inf
     longer = [int(each["factor"] * each.get("original_max_position_embeddings", most)) for each in scaled]
     return max([most, *longer])
-
-
-def _means(totals: list[float], counts: list[float]) -> list[float]:
-    return [total / max(count, 1) for total, count in zip(totals, counts, strict=True)]
 
 
 def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:

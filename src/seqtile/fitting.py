@@ -95,7 +95,8 @@ def fit(
         predictor: Predictor = formula_of(inner.config)
     except NoFormula as error:
         predictor = _simulation(inner, given, str(error))
-    found = _with_limits(choose(predictor, given, seq_len, batch_size), inner.config._attn_implementation)
+    found = choose(predictor, given, seq_len, batch_size)
+    found = replace(found, lines=(*found.lines, *_notes(found.plan, inner.config._attn_implementation)))
     if not dry_run:
         apply_seqtile(inner, **found.options)
         if found.offload:
@@ -107,17 +108,13 @@ def fit(
     return found
 
 
-def _with_limits(found: Fit, attention: str) -> Fit:
-    """Adds a note if this attention's backward is wrong at the planned length in the installed releases."""
-    if (plan := found.plan) is None:
-        return found
-    if attention == "eager":
+def _notes(plan: Plan | None, attention: str) -> list[str]:
+    """Says what no plan counts of this attention, or that its backward is wrong at the planned length as installed."""
+    if plan is not None and attention == "eager":
         more = "eager attention stores scores of length x length, which no plan counts; load with another"
-        found = replace(found, lines=(*found.lines, f"  note: {more} attn_implementation"))
-    limit = flash_limit(attention, plan.heads_at_once, plan.shape.head_dim)
-    if limit is None or plan.seq_len < limit[0]:
-        return found
-    return replace(found, lines=(*found.lines, f"  note: {limit[1]}"))
+        return [f"  note: {more} attn_implementation"]
+    limit = plan and flash_limit(attention, plan.heads_at_once, plan.shape.head_dim)
+    return [f"  note: {limit[1]}"] if limit and plan.seq_len >= limit[0] else []
 
 
 def gpu_memory_at_hand() -> float:

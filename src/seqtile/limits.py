@@ -14,31 +14,22 @@ INT32, UINT32 = 2**31, 2**32
 class Limit(NamedTuple):
     """A defect of a kernel, in the releases of a package from `since` on and before `fixed`."""
 
-    kernel: str
-    attn_implementation: str
-    """The name by which Hugging Face's models ask for the attention that runs this kernel."""
     package: str
     since: tuple[int, int]
     fixed: tuple[int, int] | None
     """None if no release is known that has it mended."""
 
-    def holds(self, release: str | None) -> bool:
-        """Returns whether a release has the defect, such as "2.11.0+cu130"; False if the package is not installed."""
-        if release is None:
-            return False
-        number = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
-        return self.since <= number and (self.fixed is None or number < self.fixed)
 
-
-LIMITS = (
+LIMITS = {
     # FlashAttention-2's backward numbers the elements of its sum of dQ, [S, h, K] in float32, by int32.
-    Limit("flash", "sdpa", "torch", (0, 0), (2, 11)),
-    Limit("flash", "flash_attention_2", "flash-attn", (0, 0), (2, 8)),
+    ("flash", "sdpa"): Limit("torch", (0, 0), (2, 11)),
+    ("flash", "flash_attention_2"): Limit("flash-attn", (0, 0), (2, 8)),
     # The forward of torch's efficient attention numbers the elements of a mask [S, S] by uint32.
-    Limit("efficient", "sdpa", "torch", (0, 0), (2, 13)),
+    ("efficient", "sdpa"): Limit("torch", (0, 0), (2, 13)),
     # cuDNN's backward, which sdpa prefers on these GPUs, computes NaN for some masks.
-    Limit("cudnn", "sdpa", "torch", (2, 11), None),
-)
+    ("cudnn", "sdpa"): Limit("torch", (2, 11), None),
+}
+"""By the kernel, and the name by which Hugging Face's models ask for the attention that runs it."""
 
 
 def installed(package: str) -> str | None:
@@ -53,12 +44,14 @@ def installed(package: str) -> str | None:
 def limit_of(kernel: str, attn_implementation: str) -> tuple[str, str] | None:
     """Returns the releases that are installed and that are needed, as texts, if a kernel of this attention has a defect
     as installed; else None."""
-    for limit in LIMITS:
-        release = installed(limit.package)
-        if (limit.kernel, limit.attn_implementation) == (kernel, attn_implementation) and limit.holds(release):
-            needed = "" if limit.fixed is None else f"{limit.package} {'.'.join(map(str, limit.fixed))} or later"
-            return f"{limit.package} {release}", needed
-    return None
+    limit = LIMITS.get((kernel, attn_implementation))
+    if limit is None or (release := installed(limit.package)) is None:
+        return None
+    number = tuple(int(part) for part in re.findall(r"\d+", release)[:2])  # of "2.11.0+cu130": 2, 11
+    if number < limit.since or (limit.fixed is not None and number >= limit.fixed):
+        return None
+    needed = "" if limit.fixed is None else f"{limit.package} {'.'.join(map(str, limit.fixed))} or later"
+    return f"{limit.package} {release}", needed
 
 
 def flash_limit(attn_implementation: str, heads: int, head_dim: int) -> tuple[int, str] | None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from benchmark.known_integers import KnownIntegers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -24,7 +25,6 @@ from transformers.masking_utils import flash_attention_mask
 
 import seqtile
 from seqtile.arch import ARCHS
-from seqtile.memory.measure import KnownIntegers
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction, materialise
 from seqtile.models import proof

@@ -43,6 +43,9 @@ def test_a_forward_given_a_cache_records_no_masks(name: str, is_alone: bool) -> 
         def __init__(self) -> None:  # without a model whose forwards it would hook
             self.is_alone, self.whole = is_alone, []
 
+        def take_chosen_attention(self) -> None:  # of that model
+            pass
+
         def _run_whole(self, whole: bool) -> None:
             self.whole.append(whole)
 

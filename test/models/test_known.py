@@ -10,6 +10,7 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 import seqtile
 from models.layered import assert_equal, assert_same_step, tiled_copy
@@ -440,16 +441,28 @@ def test_functions_of_torch_that_were_replaced(monkeypatch: pytest.MonkeyPatch) 
     assert set(calls) == {61}
 
 
-def test_a_rotary_embedding_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = vars(__import__("sys").modules["transformers.models.llama.modeling_llama"])
-    rotary, calls = names["apply_rotary_pos_emb"], []
+class Calling(nn.Module):
+    """A module in a function's place, as the `kernels` package makes it."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.forward = function
+
+
+@pytest.mark.parametrize("wrapped", [lambda own: own, partial, Calling])
+def test_a_rotary_embedding_that_was_replaced(wrapped: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary, calls = modeling_llama.apply_rotary_pos_emb, []
     model = tiled_copy(build("llama"))
-    monkeypatch.setitem(
-        names, "apply_rotary_pos_emb", lambda q, *others: calls.append(q.shape[2]) or rotary(q, *others)
-    )
+
+    def own(q: torch.Tensor, *others: torch.Tensor) -> tuple:
+        calls.append(q.shape[2])
+        return rotary(q, *others)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", wrapped(own))
     assert untiled_in(model) == {MLP: 0, LAYER: 2, HEAD: 0}
     model.eval()(**batch_of(2, 61))
     assert set(calls) == {61}
+    assert untiled_in(tiled_copy(build("llama"))) == {MLP: 0, LAYER: 2, HEAD: 0}
 
 
 def test_tokenwise_marks_things() -> None:

@@ -71,9 +71,8 @@ def test_shared_keys_and_values(name: str, reentrant: bool | None, batch_size: i
     truth = loss_and_gradients(untiled, **batch)
     seen: list[int] = []
     for layer in tiled.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, given: seen.append(given["hidden_states"].shape[1]), with_kwargs=True
-        )
+        hook = seqtile.tokenwise(lambda module, args, given: seen.append(given["hidden_states"].shape[1]))
+        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
     assert_equal(loss_and_gradients(tiled, **batch), truth)
     assert 0 < max(seen) <= CHUNK, "the layers were called chunk by chunk"
     assert_equal(loss_and_gradients(copy.deepcopy(tiled), **batch), truth)
@@ -104,6 +103,7 @@ def test_keys_and_values_are_not_kept_twice() -> None:
     assert not any(tensor() is not None for tensor in held)
 
 
+@seqtile.tokenwise
 class Noting(Olmo2DecoderLayer):
     """Uses its other arguments after its attention."""
 

@@ -122,9 +122,8 @@ def test_a_forward_in_a_wrapper_of_hugging_faces() -> None:
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
     assert relative_error(model(**batch).loss, truth) < 1e-5
     status = seqtile.status(model)
-    assert (status.loss.tiled, status.layer.tiled) == (1, 1)
-    left = "DecoratedLayer is left untiled: it is a DecoratedLayer, and nothing shows that it treats every token"
-    assert left in str(status)
+    assert (status.loss.fused, status.layer.fused) == (1, 1)
+    assert "it is a test.models.test_outputs.DecoratedLayer, which is neither known nor declared" in str(status)
 
 
 def gradient_of_loss(model: nn.Module) -> object:

@@ -16,17 +16,14 @@ class Feature(NamedTuple):
     cost: str = ""
 
 
+GROUPS = {"tiles": TILES, "head_groups": "auto"}
 FEATURES = {
     "nothing": Feature({"tiles": ()}),
     "loss": Feature({"tiles": ("loss",)}),
     "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matrix products"),
     "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),
     "host": Feature({"offload": ("activations",)}, "layer inputs in host memory", "copied while layers compute"),
-    "groups": Feature(
-        {"tiles": TILES, "head_groups": "auto"},
-        "attention by groups of heads",
-        "1 % more matrix products at 128K tokens",
-    ),
+    "groups": Feature(GROUPS, "attention by groups of heads", "1 % more matrix products at 128K tokens"),
     "Liger": Feature({"liger": True}),
 }
 

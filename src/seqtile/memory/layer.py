@@ -60,9 +60,8 @@ def planned_groups(shape: Shape, setup: Setup) -> int | None:
     groups = number_of_groups(heads, setup.head_groups, ranks)
     if groups is not None:
         each = f"so that each of the {ranks} GPUs that share a sequence has a kv head of its own in every group"
-        expect(
-            "head_groups", ranks == 1 or heads // groups >= ranks, f"at most {heads // ranks} groups, {each}", groups
-        )
+        enough = ranks == 1 or heads // groups >= ranks
+        expect("head_groups", enough, f"at most {heads // ranks} groups, {each}", groups)
     return groups
 
 

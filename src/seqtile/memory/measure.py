@@ -1,11 +1,9 @@
-"""Measures work and memory without a clock: counts FLOP and live bytes at every operation that reaches the dispatcher.
-Also a mode without data for steps whose control flow depends on ids."""
+"""Measures work and memory without a clock: counts FLOP and live bytes at every operation of the dispatcher."""
 
 import weakref
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -51,22 +49,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.live -= self._seen.pop(key)
-
-
-class KnownIntegers(FakeTensorMode):
-    """A fake mode in which integer tensors have data, and floating-point tensors have none."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = tensors_of((args, kwargs))
-        if given and not any(isinstance(x, FakeTensor) or x.is_floating_point() or x.is_meta for x in given):
-            return func(*args, **(kwargs or {}))
-        found = super().__torch_dispatch__(func, types, args, kwargs)
-        if given or any(x.is_floating_point() for x in tensors_of(found)):
-            return found
-        return func(*args, **(kwargs or {}))
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

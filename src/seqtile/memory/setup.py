@@ -122,9 +122,7 @@ class Setup:
         if "optimizer" in self.offload and self.optimizer == "adamw_8bit":
             raise ValueError("offload of the optimizer: expected adamw or sgd, got adamw_8bit, which computes on a GPU")
         if "weights" in self.offload and self.load_in_4bit:
-            raise ValueError(
-                "offload of weights: expected none with load_in_4bit, whose weights are decoded on the GPU"
-            )
+            raise ValueError("offload of weights: expected none with load_in_4bit, which decodes them on the GPU")
         if "weights" in self.offload and self.gpus > 1 and self.zero_stage < 3:
             raise ValueError(f"offload of weights needs zero_stage 3 on {self.gpus} GPUs, got {self.zero_stage}")
 

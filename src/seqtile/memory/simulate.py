@@ -6,15 +6,16 @@ input or its weights' gradient. One GPU, all parameters trained, every layer che
 """
 
 import copy
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from seqtile.memory.features import FEATURES, Predicted, Predictor, apply_options, simulation_refusal
 from seqtile.memory.measure import LiveBytes
@@ -80,20 +81,15 @@ class Simulation(Predictor):
     def run(self, setup: Setup) -> tuple[float, float]:
         """Returns the bytes of a step of the simulated layers, without weights and optimizer: a constant, and the bytes
         per token."""
-        model, level = self._model(self.few_layers), logging.get_verbosity()
-        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            logging.set_verbosity_error()
-            try:
-                materialise(model.train())
-                enable_checkpointing(model)
-                if setup.tiles:
-                    apply_seqtile(model, **apply_options(setup), check=False)
-                tokens = _tokens(model)
-                more = tokens + tokens // 3
-                short, long = self._peak(model, tokens, setup), self._peak(model, more, setup)
-            finally:
-                logging.set_verbosity(level)
+        model = self._model(self.few_layers)
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            materialise(model.train())
+            enable_checkpointing(model)
+            if setup.tiles:
+                apply_seqtile(model, **apply_options(setup), check=False)
+            tokens = _tokens(model)
+            more = tokens + tokens // 3
+            short, long = self._peak(model, tokens, setup), self._peak(model, more, setup)
         token = (long - short) / (more - tokens)
         return short - tokens * token, token
 
@@ -113,6 +109,19 @@ class Simulation(Predictor):
             model(input_ids=ids, use_cache=False, **labels).loss.backward()
         model.zero_grad(set_to_none=True)
         return memory.peak
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences warnings, which would be about models that the user has not made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(max(before, logging.WARNING))
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 class FlashFunction(torch.autograd.Function):

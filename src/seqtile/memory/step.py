@@ -251,9 +251,8 @@ class Step:
                 copied = 2 * labelled if batch.shared else logits
                 forward = kept + layer.hidden + logits * (FLOAT + setup.bytes) + copied * FLOAT
                 yield Alive("logits", mlp=cached, norms=norms, loss=forward)
-            yield Alive(
-                "loss", norms=norms, loss=kept + (labelled + 2 * logits if batch.shared else 3 * logits) * FLOAT
-            )
+            three = labelled + 2 * logits if batch.shared else 3 * logits
+            yield Alive("loss", norms=norms, loss=kept + three * FLOAT)
             return
         rows = min(batch.labelled, layer.loss_chunk)
         chunk = rows * shape.vocab * setup.bytes

@@ -10,6 +10,7 @@ Nothing is called or copied: classes, functions and hooks are recognised by wher
 
 import inspect
 from collections.abc import Callable, Iterator
+from dis import get_instructions
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from seqtile.declared import is_declared
 from seqtile.models.hooks import defining_path, innermost, unknown_hook
 from seqtile.models.placement import class_of, computed_forward, decorated, home_of
-from seqtile.models.weights import is_one_of, named
+from seqtile.models.weights import PARAMETRIZATIONS, is_one_of, named
 from seqtile.ops.state import names_in
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -48,19 +49,19 @@ _GENERATOR = "draws from a generator that it keeps"
 def unknown_in(root: nn.Module, name: str = "") -> str | None:
     """Says which module, function or hook in a part of a model is neither known nor declared; None if none is.
 
-    `name` is that of `root` in the part. Without one `root` is the part, and its own hooks do not count: they run once,
-    on all tokens.
+    With `name`, such as "head", `root` is called once a chunk, so its own hooks count. Without, `root` is the part: it
+    is called once, with all tokens, and its hooks run once.
     """
     if (hook := unknown_hook(None)) is not None:
         return f"every module has a hook, {named(hook)}, {_UNKNOWN}"
     for function in (F.linear, F.silu, F.gelu, nn.Module.__call__, nn.Module._call_impl):
         if not _is_known_function(function):
             return f"PyTorch calls {named(function)}, {_UNKNOWN}"
-    for place, module, maker in _walk(root, name):
+    for place, module, maker, is_inside_declared in _walk(root, name):
         its = f"its {place}" if place else "it"
         if place and (hook := unknown_hook(module)) is not None:
             return f"{its} has a hook, {named(hook)}, {_UNKNOWN}"
-        if (reason := _unknown(module, maker)) is not None:
+        if not is_inside_declared and (reason := _unknown(module, maker)) is not None:
             return f"{its} {reason}"
     return None
 
@@ -82,15 +83,16 @@ def _is_declared(module: nn.Module) -> bool:
     return is_declared(module) or is_declared(class_of(module))
 
 
-def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """Yields the name of each module in a part, the module, and that of Hugging Face's whose code makes it."""
-    waiting: list[tuple[str, nn.Module, nn.Module | None]] = [(name, root, None)]
+def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, nn.Module | None, bool]]:
+    """Yields the name of each module in a part, the module, the nearest module of Hugging Face's around it, and whether
+    a module around it is declared."""
+    waiting: list[tuple[str, nn.Module, nn.Module | None, bool]] = [(name, root, None, False)]
     while waiting:
-        name, module, maker = waiting.pop()
-        yield name, module, maker
-        maker = module if _is_of(module, *HUGGING_FACE) else maker
-        children = [(f"{name}.{key}".lstrip("."), child) for key, child in module._modules.items()]
-        waiting += [(place, child, maker) for place, child in reversed(children) if child is not None]
+        name, module, maker, is_inside_declared = waiting.pop()
+        yield name, module, maker, is_inside_declared
+        around = module if _is_of(module, *HUGGING_FACE) else maker, is_inside_declared or _is_declared(module)
+        children = [(f"{name}.{key}".lstrip("."), child, *around) for key, child in module._modules.items()]
+        waiting += [each for each in reversed(children) if each[1] is not None]
 
 
 def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
@@ -104,10 +106,10 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
         if not _is_known_class(cls, module, maker):
             return f"is a {named(cls)}, {_UNKNOWN}"
         functions = {"forward": (forward := computed_forward(module))}
-        functions |= _called_by(forward)
+        functions |= {} if cls.__module__.startswith("torch.") else _called_by(forward)
     functions |= {name: value for name, value in vars(module).items() if callable(value)}
     for name, function in functions.items():
-        if not isinstance(function, nn.Module | type) and not _is_known_function(function):
+        if not isinstance(function, type) and not _is_known_function(function):
             return f"has {named(function)} as its {name}, {_UNKNOWN}"
     hook = vars(module).get("_hf_hook")  # Accelerate's, which calls it from a forward of its own
     for each in getattr(hook, "hooks", (hook,)):
@@ -119,7 +121,7 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
 def _is_known_class(cls: type, module: nn.Module, maker: nn.Module | None) -> bool:
     package, *path = cls.__module__.split(".")
     if package == "torch":
-        if is_one_of(cls, _CLASSES) or any(name in module._modules for name in _WRAPPED):
+        if is_one_of(cls, _CLASSES) or cls in PARAMETRIZATIONS or any(name in module._modules for name in _WRAPPED):
             return True
         if cls in _NORMS and len(module.normalized_shape) == 1:
             return True
@@ -134,6 +136,9 @@ def _is_known_function(function: Callable) -> bool:
     if is_declared(function):
         return True
     function = innermost(function)
+    if isinstance(function, nn.Module):
+        home = class_of(function).__module__
+        return "forward" not in vars(function) and (is_known_home(home) or home == "kernels.layer.layer")
     if isinstance(function, BuiltinFunctionType):  # such as torch.tanh
         home = getattr(function, "__module__", None) or type(function.__self__).__module__
     else:
@@ -143,13 +148,13 @@ def _is_known_function(function: Callable) -> bool:
     return is_known_home(home)
 
 
-def _called_by(forward: Any) -> dict[str, FunctionType]:
-    """Returns the global functions that a forward names, such as its rotary embedding, but not attention's, which gets
-    all tokens."""
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    found = {name: forward.__globals__[name] for name in names if name in forward.__globals__}
-    found.pop("eager_attention_forward", None)
-    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+def _called_by(forward: Any) -> dict[str, Any]:
+    """Returns what a forward calls by a global name, such as its rotary embedding, but not attention's function, which
+    gets all tokens."""
+    code = getattr(forward, "__code__", None)
+    read = () if code is None else (each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    found = {name: forward.__globals__.get(name) for name in read if name != "eager_attention_forward"}
+    return {name: value for name, value in found.items() if callable(value)}
 
 
 @cache

@@ -102,6 +102,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     def forward(self, *args, **kwargs):
         # Decide here: a recomputation inside a checkpoint does not see whether attentions are recorded.
         checkpoints = _FORWARD_CHECKPOINTS and self.gradient_checkpointing and self.training
+        if not names:  # a wrapper's, whose arguments are not known
+            return original(self, *args, **kwargs)
         whole = fits(self, args[0] if args else kwargs[names[0]], checkpoints or keeps_nothing())
         function = inner if whole else partial(tiled, records_attentions())
         if checkpoints and torch.is_grad_enabled() and type(self).forward is forward:

@@ -172,10 +172,11 @@ def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor]
 def loss_verdict(model: nn.Module) -> Verdict:
     """Finds how lm_head and the loss are computed."""
     try:
-        head = getattr(*place_of_head(model))
+        owner, name = place_of_head(model)
     except ValueError as error:
         return Verdict("untiled", "it has no head over a vocabulary", str(error))
-    reason, error = head_unfused_reason(head), None
+    head, error = owner._modules[name], None
+    reason = head_unfused_reason(head)
     if reason is not None and (unknown := unknown_in(head, "head")) is not None:
         return left_untiled(model, unknown)
     if (unknown := _unknown_loss_reason(model.loss_function)) is not None:

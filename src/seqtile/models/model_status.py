@@ -69,6 +69,8 @@ class PartStatus:
                 text += f", inside a forward of {', '.join(self.wrappers)}, which decides whether it runs"
         elif self.others == ("trl",):
             text = _of_trl()
+        elif not self.total:
+            text = "not tiled; this model has none of a known structure"
         else:
             text = f"not tiled; the forward that runs is from {', '.join(self.others)}"
         if self.refused:
@@ -161,7 +163,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if any(part is not None and part.untiled_reason for part in (loss, mlp, layer)):
-        yield f"what leaves a part untiled is not tried out: {REMEDY}"
+        yield f"seqtile does not try out what it does not know: {REMEDY}"
     if loss is not None and loss.untiled_reason:
         vocab, width = model.config.get_text_config().vocab_size, model.dtype.itemsize
         yield f"an untiled head makes logits of {vocab * width:,} bytes a token, and its loss {vocab * 4:,} in float32"

@@ -20,17 +20,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear as linear_module
+from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
+from seqtile.declared import is_declared
 from seqtile.models.hooks import defining_path, each_hook, innermost, is_harmless
 from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
 _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}  # by their names in `gated_mlp`
+PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._Orthogonal)  # keep and count nothing
 _SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # compilers know it by identity only
 
 
@@ -221,6 +224,9 @@ def split_lora(module: Any) -> LoraLinear | str:
     """Returns the layers of a plain linear layer, or of a plain LoRA over one. For another module says what it is."""
     if _is_lora(module):
         return _lora_layers(module)
+    for each in (one for parts in module.parametrizations.values() for one in parts) if is_parametrized(module) else ():
+        if type(each) not in PARAMETRIZATIONS and not is_declared(each):  # reading the weight would call it
+            return f"has a weight that {named(each)} computes"
     if not is_quantised(module):
         return linear_unfused_reason(module) or LoraLinear(module)
     calls_linear = type(module).forward is nn.Linear.forward  # torchao's: the weight's class does the rest

@@ -176,11 +176,6 @@ class Copies:
             target.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def after(self, copied: Any) -> None:
-        """Makes later copies wait for a copy that another device may have made."""
-        if copied is not None:
-            self.stream.wait_event(copied)
-
     def wait(self, copied: Any) -> None:
         """Makes later work on the device wait for the copy. The host does not wait."""
         self.streams.current_stream(self.device).wait_event(copied)
@@ -267,8 +262,11 @@ class Store:
             saved = Saved(tensor.detach().contiguous(), self, self.before)
             saved.memory, saved.storage = self.pool.take(tensor.nbytes), weakref.ref(storage)
             saved.block = saved.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            saved.copies = self._copies_of(tensor.device)
-            saved.copies.after(self.pool.copied.get(id(saved.memory)))
+            if tensor.device not in self._copies:
+                self._copies[tensor.device] = Copies(tensor.device)
+            saved.copies = self._copies[tensor.device]
+            if (last := self.pool.copied.get(id(saved.memory))) is not None:  # maybe another device's
+                saved.copies.stream.wait_event(last)
             saved.copied = saved.copies.out(saved.source, saved.block)
             self.count += 1
             self._saved[self.count] = self._same[key] = saved
@@ -315,8 +313,3 @@ class Store:
                 saved.copies.wait(saved.copied)
             self.prefetch(saved.before)
             return tensor
-
-    def _copies_of(self, device: torch.device) -> Copies:
-        if device not in self._copies:
-            self._copies[device] = Copies(device)
-        return self._copies[device]

@@ -50,10 +50,6 @@ class Row:
     def key(self) -> tuple[str, str, str]:
         return self.probe, self.package, self.system
 
-    @property
-    def version(self) -> str:
-        return installed(self.package)
-
 
 def installed(package: str) -> str:
     """Returns the version of a package, "" if it is not installed."""
@@ -86,22 +82,19 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
     """Returns the rows that the processes of a tree write. A case without a row has failed."""
     from seqtile.probe.tree import cases_of
 
+    _, ranks = TREES[tree]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    started = [sys.executable, *launcher]
     cases = [case for case in cases_of(tree) if case.probe in names]
     rows = {row.key: row for case in cases if (row := case.absent()) is not None}
     if len(rows) < len(cases):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             file.touch()
-            why = ended(command(tree, [str(file), *names]), directory, time_limit)
+            why = ended([*started, "-m", "seqtile.probe.tree", tree, str(file), *names], directory, time_limit)
             found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
         rows |= {row.key: row for row in found}
     return [rows.get(case.row("").key) or case.row("failed", note=why) for case in cases]
-
-
-def command(tree: str, arguments: list[str]) -> list[str]:
-    ranks = TREES[tree][1]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *(launcher if ranks > 1 else []), "-m", "seqtile.probe.tree", tree, *arguments]
 
 
 def ended(command: list[str], directory: str, time_limit: float) -> str:
@@ -122,7 +115,7 @@ def ended(command: list[str], directory: str, time_limit: float) -> str:
 
 
 def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) | {"version": row.version} for row in rows]
+    return [asdict(row) | {"version": installed(row.package)} for row in rows]
 
 
 def markdown(rows: list[Row]) -> str:

@@ -24,14 +24,11 @@ UNEQUAL = (60, 4)  # the numbers of labels of two batches
 GUIDE = "the mean of the batches' means; its guide says how to weigh by labels"
 RING = "torch's ring attention, over several GPUs: not tried here"
 UPSTREAM = "a sum, divided afterwards as its docstring recommends"
+not_tried = partial(Finding, False, "", "not tried")
 
 
 def logits_of(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
     return lambda batch: model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0] + 0
-
-
-def not_tried() -> Finding:
-    return Finding(False, "", "not tried")
 
 
 def tiled_model(sliding_window: int | None = None) -> nn.Module:
@@ -113,13 +110,8 @@ def trl_accumulates() -> Finding:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
     )
-    rows = [
-        {
-            "input_ids": batch["input_ids"][0].tolist(),
-            "completion_mask": (batch["labels"][0] != -100).int().tolist(),
-        }
-        for batch in unequal_batches()
-    ]
+    ids, labels = (torch.cat([batch[name] for batch in unequal_batches()]) for name in ("input_ids", "labels"))
+    rows = Dataset.from_dict({"input_ids": ids.tolist(), "completion_mask": (labels != -100).int().tolist()})
     model = small_model()
     before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
     with tempfile.TemporaryDirectory() as directory:
@@ -127,7 +119,7 @@ def trl_accumulates() -> Finding:
         options |= {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
         options |= {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": len(UNEQUAL)}
         arguments = SFTConfig(**options, completion_only_loss=True, disable_tqdm=True)
-        SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
+        SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer).train()
     after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return small_error(error(before - after, both_at_once()))
 

@@ -12,7 +12,6 @@ from seqtile.probe import Row, installed
 VOCAB, TOKENS = 97, 64
 BOUNDARY = 24  # where document 2 starts: not at a shard boundary
 WINDOW = 8
-LABEL = 32  # the first token of the second of two shards
 CLOSE = 1e-3  # relative error of a float32 gradient; rounding causes 1e-6
 
 

@@ -1,11 +1,8 @@
 """The trial of `seqtile check`: a model, made small, tiled part by part, beside itself untiled; and its variants."""
 
 import copy
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from seqtile.memory.measure import FlopCount, LiveBytes
+from seqtile.memory.simulate import quiet
 from seqtile.models.difference import brief
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS
@@ -92,7 +90,7 @@ def check(asked: CheckOptions) -> Report:
     config = config_of(asked.model, asked.trust_remote_code)
     model_class = class_of(asked.model, config, asked.trust_remote_code)
     what = "cannot be built small"
-    with _quiet():
+    with quiet():
         if asked.full:
             model = model_class.from_pretrained(asked.model, dtype=torch.float32)
         try:
@@ -104,10 +102,9 @@ def check(asked: CheckOptions) -> Report:
             raise ValueError(f"{model_class.__name__} {what}: {type(error).__name__}: {error}") from error
         lines = [_line(model, one, tokens, untiled) for one in found]
         variants = list(sweep(model_class, config)) if asked.variants else []
-    refusals = dict.fromkeys(
-        f"{type(layer).__name__}: {reason}" for layer in LAYER.modules(model) if (reason := LAYER.refusal(layer))
-    )
-    return Report(model_class.__name__, lines, list(refusals), tokens, variants)
+    refusals = ((type(layer).__name__, LAYER.refusal(layer)) for layer in LAYER.modules(model))
+    left = dict.fromkeys(f"{kind}: {reason}" for kind, reason in refusals if reason)
+    return Report(model_class.__name__, lines, list(left), tokens, variants)
 
 
 def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -162,19 +159,6 @@ def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: Cost) ->
     reason = found.refusal or found.chunked
     errors = found.error, found.untiled_error
     return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences warnings, which would be about models that the user has not made."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        before = logging.root.manager.disable
-        logging.disable(max(before, logging.WARNING))
-        try:
-            yield
-        finally:
-            logging.disable(before)
 
 
 def _untiled_cost(model: PreTrainedModel) -> tuple[int, Cost]:

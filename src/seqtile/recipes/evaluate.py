@@ -46,14 +46,12 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
             bar = progress.add_task("", total=None)
-            found = evaluate_model(
-                model,
-                documents,
-                context=asked.context,
-                stride=asked.stride,
-                text_bytes=text_bytes,
-                each=lambda done, total: progress.update(bar, completed=done, total=total),
-            )
+
+            def each(done: int, total: int) -> None:
+                progress.update(bar, completed=done, total=total)
+
+            given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
+            found = evaluate_model(model, documents, each=each, **given)
         if asked.output is not None and rank() == 0:
             write_evaluation(found, f"{asked.model}: {', '.join(file.name for file in asked.text)}", asked.output)
     return found

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from seqtile.limits import flash_limit
-from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
+from seqtile.memory import KNOWN, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
@@ -58,13 +58,12 @@ class PlanOptions:
         cannot be offloaded."""
         setup = {field.name: getattr(self, field.name) for field in fields(Setup) if hasattr(self, field.name)}
         offload = tuple(self.offload or ())
-        if unknown := [part for part in offload if part not in OFFLOAD]:
-            raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}")
+        if unknown := [part for part in offload if part not in ("optimizer", "weights")]:
+            tried = "layer inputs on the host are tried in any case, so leave activations out"
+            raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}; {tried}")
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
-        groups = number_or_name(self.head_groups)
-        batches = "whole" if self.shared_tokens else "cut"
-        setup |= {"sequence_parallel": shared_by, "offload": offload, "head_groups": groups}
-        return setup | {"batches": batches}
+        setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
+        return setup | {"sequence_parallel": shared_by, "offload": offload}
 
 
 @dataclass(frozen=True)
@@ -211,20 +210,12 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     """Returns a script that turns the features of a plan on, in order, for the model of this name or path. What a
     line of Python cannot say, such as DeepSpeed's configuration, is a comment."""
     lines = _to_turn_on(plan, model.removesuffix("config.json").rstrip("/") or ".")
-    code = [line for line in lines if not line.startswith(("#", "from "))]
-    imports = [
-        line for named, line in IMPORTS.items() if any(re.search(rf"(?<!\w){re.escape(named)}", each) for each in code)
-    ]
-    return _launch(plan.setup) + imports + lines
-
-
-def _launch(setup: Setup) -> list[str]:
-    """Returns the command that starts a script on several GPUs, as a comment."""
-    if setup.gpus == 1:
-        return []
-    each = min(setup.gpus, setup.gpus_per_node)
-    nodes = f" --nnodes {-(-setup.gpus // each)} ..." if setup.gpus > each else ""
-    return [f"# torchrun{nodes} --nproc-per-node {each} this_script.py"]
+    code = "\n".join(line for line in lines if not line.startswith(("#", "from ")))
+    imports = [line for named, line in IMPORTS.items() if re.search(rf"(?<!\w){re.escape(named)}", code)]
+    gpus, each = plan.setup.gpus, min(plan.setup.gpus, plan.setup.gpus_per_node)
+    nodes = f" --nnodes {-(-gpus // each)} ..." if gpus > each else ""
+    started = [f"# torchrun{nodes} --nproc-per-node {each} this_script.py"] if gpus > 1 else []
+    return started + imports + lines
 
 
 def _to_turn_on(plan: Plan, model: str) -> list[str]:
@@ -312,13 +303,8 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
     console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
     if forecast.simulated:
-        caption = "On one GPU, every layer checkpointed."
-        table = Table(
-            "tiled",
-            Column("tokens", justify="right", no_wrap=True),
-            title="Longest sequence, simulated",
-            caption=caption,
-        )
+        table = Table("tiled", Column("tokens", justify="right", no_wrap=True), title="Longest sequence, simulated")
+        table.caption = "On one GPU, every layer checkpointed."
         for tiled, tokens in forecast.simulated.items():
             table.add_row(tiled, f"{tokens:,}")
         console.print(table)

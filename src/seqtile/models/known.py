@@ -50,8 +50,11 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
     """Says which module, function or hook in a part of a model is neither known nor declared; None if none is.
 
     With `name`, such as "head", `root` is called once a chunk, so its own hooks count. Without, `root` is the part: it
-    is called once, with all tokens, and its hooks run once.
+    is called once, with all tokens, and its hooks run once. A compiler, which cannot follow this, gets None: what it
+    compiles asks `unknown_apart` where it would run in chunks.
     """
+    if torch.compiler.is_compiling():
+        return None
     if (hook := unknown_hook(None)) is not None:
         return f"every module has a hook, {named(hook)}, {_UNKNOWN}"
     for function in (F.linear, F.silu, F.gelu, nn.Module.__call__, nn.Module._call_impl):
@@ -64,6 +67,9 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
         if not is_inside_declared and (reason := _unknown(module, maker)) is not None:
             return f"{its} {reason}"
     return None
+
+
+unknown_apart = torch.compiler.disable(unknown_in, reason="seqtile looks at what a part is made of")
 
 
 def users_modules(model: nn.Module) -> list[nn.Module]:

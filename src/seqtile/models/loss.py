@@ -24,7 +24,7 @@ from seqtile.models.forms import code_of
 from seqtile.models.gathered import gathered, inside_call
 from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks
-from seqtile.models.known import unknown_in
+from seqtile.models.known import unknown_apart, unknown_in
 from seqtile.models.late_read import gathers, rows_of_chunk
 from seqtile.models.lazy_logits import connected, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
@@ -100,7 +100,9 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
                 inputs.setdefault("use_cache", False)
         verdict = loss_verdict(self)
-        if verdict.how == "untiled" and verdict.error is None:
+        is_unknown = torch.compiler.is_compiling() and verdict.how == "chunked"
+        is_unknown = is_unknown and unknown_apart(self.get_output_embeddings(), "head") is not None
+        if is_unknown or (verdict.how == "untiled" and verdict.error is None):
             output = original(self, *passed_on, **inputs)
             if skip_logits:
                 output.logits = None

@@ -10,6 +10,7 @@ Edge's backward, which recomputes the logits chunk by chunk, and from them the g
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -230,9 +231,8 @@ def _cross_entropy(
     return losses.sum() / divisor
 
 
-_BY_ROWS: dict[str, Callable] = {"gather": _gathered, "cross_entropy": _cross_entropy}
-for _name in ("argmax", "logsumexp", "amax"):
-    _BY_ROWS[_name] = lambda *args, name=_name, **kwargs: _reduced(*args, name=name, **kwargs)
+_BY_ROWS: dict[str, Callable] = {name: partial(_reduced, name=name) for name in ("argmax", "logsumexp", "amax")}
+_BY_ROWS |= {"gather": _gathered, "cross_entropy": _cross_entropy}
 
 
 class _Read(torch.autograd.Function):

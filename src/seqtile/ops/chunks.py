@@ -22,8 +22,8 @@ At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk has 4096 tokens: 112 MiB
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
 from numbers import Integral
@@ -31,19 +31,15 @@ from numbers import Integral
 import torch
 
 from seqtile.ops.checks import autocast_dtype
+from seqtile.ops.state import having
 from seqtile.rules import default_chunk_tokens
 
 _everywhere: ContextVar[int | None] = ContextVar("everywhere", default=None)
 
 
-@contextmanager
-def chunk_tokens_everywhere(tokens: int) -> Iterator[None]:
+def chunk_tokens_everywhere(tokens: int) -> AbstractContextManager[None]:
     """Inside, every chunk has `tokens` tokens, whatever the caller requested. For trials on short batches."""
-    token = _everywhere.set(tokens)
-    try:
-        yield
-    finally:
-        _everywhere.reset(token)
+    return having(_everywhere, tokens)
 
 
 def is_trial() -> bool:

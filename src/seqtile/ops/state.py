@@ -77,6 +77,16 @@ def autocast_on(device: torch.device) -> tuple[str, torch.dtype, bool]:
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
+@contextmanager
+def having(variable: Any, value: Any) -> Iterator[None]:
+    """Gives a ContextVar, or what is set like one, a value for the time of the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 class ForwardState(NamedTuple):
     """Autocast and torch's default generators of the CPU and of the computing device, as they are in a forward."""
 

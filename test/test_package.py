@@ -122,7 +122,8 @@ def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
     assert files == wheel_files(built.wheel_of_tree)
     source = {str(file.relative_to(ROOT / "src")) for file in (ROOT / "src").rglob("*.py*") if file.suffix != ".pyc"}
     about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
-    about = {f"{name}.dist-info/{part}" for part in about} | {"seqtile/py.typed", "seqtile/models/proven.json"}
+    about = {f"{name}.dist-info/{part}" for part in about} | {"seqtile/py.typed"}
+    about |= {f"seqtile/models/{data}" for data in ("known_layers.txt", "proven.json")}
     assert files.keys() == source | about and "seqtile/__init__.pyi" in files
     assert f"\nVersion: {seqtile.__version__}\n" in files[f"{name}.dist-info/METADATA"].decode()
 

@@ -69,8 +69,8 @@ MUTANTS = (
     Program(
         "rotary kernel: the backward takes the first half's sine for the second's",
         "_rotary_kernel",
-        "y1 = x1 * cos1 + x2 * sin2",
-        "y1 = x1 * cos1 + x2 * sin1",
+        "sin1, sin2 = -sin2, -sin1",
+        "sin1, sin2 = -sin1, -sin1",
         ROTARY,
     ),
     Mutant(

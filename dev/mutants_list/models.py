@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "in chunks: hooks that gather run in the loop too",
         "silent",
-        "each.hooks[each.key] = each.instead",
-        "pass",
+        "if key in own",
+        "if False",
         CHUNKED,
         select="steps_of_3 and (zero3-True or parts-True)",
         dist=True,

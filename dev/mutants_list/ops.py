@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "weight gradient: only the last chunk's stays",
         "WeightGrad.add",
-        "beta = 0 if self._empty else 1",
+        "beta = 0 if self.is_empty else 1",
         "beta = 0",
         LOSS,
     ),
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "weight gradient: of chunks whose gradients are there already only the last stays",
         "WeightGrad.add_gradient",
-        "self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)",
+        "self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)",
         "self.buffer.copy_(gradient)",
         TILED,
     ),
@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "tiled: a leaf that is not listed is not noticed",
         "_check_leaves",
-        "if leaf is not None and id(leaf) not in allowed: raise error(",
-        "if leaf is not None and not allowed: raise error(",
+        "if id(leaf) not in allowed: raise error(",
+        "if not allowed: raise error(",
         TILED,
     ),
     Mutant(

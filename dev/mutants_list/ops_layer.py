@@ -10,8 +10,8 @@ MUTANTS = (
     Mutant(
         "layer: of what the norm returns only the first tile is computed",
         "NormedInput.chunk",
-        "self._known = chunk.stop",
-        "self._known = len(x)",
+        "self._known = chunk.stop if self._whole",
+        "self._known = len(self._x) if self._whole",
         GRADIENTS,
     ),
     Mutant(

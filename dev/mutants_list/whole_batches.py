@@ -38,8 +38,8 @@ MUTANTS = (
     OverRanks(
         "whole: what was computed of all tokens is an operand of a rank's own",
         "depends_on_all_ranks",
-        "return True",
-        "return False",
+        "getattr(function(node), OF_ALL_RANKS, False)",
+        "False",
         select="own",
     ),
     OverRanks(
@@ -87,9 +87,9 @@ MUTANTS = (
     ),
     OverRanks(
         "images: a tower that mixes images is dealt",
-        "_is_independent",
-        "equal(again, expected) and _is_close(part, expected)",
-        "_is_close(part, expected)",
+        "_is_unknown",
+        'any(home.split(".")[0] not in _LIBRARIES for home in homes)',
+        "False",
         select="not_dealt",
     ),
     OverRanks(

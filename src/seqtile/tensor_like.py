@@ -46,20 +46,13 @@ def _index(shape: torch.Size, /, index: Any) -> Any:
     if len(tensors) + len(plain) < len(entries) or any(tensor.dtype == torch.uint8 for tensor in tensors):
         return NotImplemented
     entries = tuple(entry.clone() if isinstance(entry, torch.Tensor) else entry for entry in entries)
-    taken = [entry.dim() if _is_mask(entry) else entry is not None for entry in entries if entry is not Ellipsis]
-    if len(taken) < len(entries):  # an ellipsis, which stands for whole dimensions
-        at, missing = next(i for i, entry in enumerate(entries) if entry is Ellipsis), len(shape) - sum(taken)
-        entries = (*entries[:at], *[slice(None)] * missing, *entries[at + 1 :])
-        taken = [*taken[:at], *[1] * missing, *taken[at:]]
-    if sum(taken) == len(shape) and isinstance(entries[-1], slice) and entries[-1] == slice(None):
-        entries = entries[:-1]
-    elif sum(taken) >= len(shape):
-        return NotImplemented
+    named = [entry for entry in entries if entry is not Ellipsis]
+    taken = sum(entry.dim() if getattr(entry, "dtype", 0) == torch.bool else entry is not None for entry in named)
+    behind_ellipsis = len(named) < len(entries) and entries[-1] is not Ellipsis
+    if taken >= len(shape) or behind_ellipsis:  # the last entry is that of the last dimension
+        if taken > len(shape) or not isinstance(named[-1], slice) or named[-1] != slice(None):
+            return NotImplemented
     return lambda tensor: tensor[entries]
-
-
-def _is_mask(entry: Any) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.dtype == torch.bool
 
 
 def _split(shape: torch.Size, /, split_size: Any, dim: int = 0) -> Any:

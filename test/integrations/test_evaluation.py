@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
+import seqtile
 from seqtile.models.lazy_logits import LazyLogits
 from support.assertions import relative_error, unread
 from support.tiny import batch_of, build, tiled_copy
@@ -131,8 +132,7 @@ def test_compiled() -> None:
 
 
 def test_what_a_hook_on_the_head_sees() -> None:
-    """A declared hook sees the loss's chunks and the logits that are read, as docs/evaluation.md says; never all logits of a
-    forward."""
+    """A declared hook sees the loss's chunks and the logits that are read, as docs/evaluation.md says."""
     model, batch, seen = tiled_copy(build("llama")), batch_of(1, 101), []
     hook = seqtile.tokenwise(lambda module, given, output: seen.append(output[..., 0].numel()))
     model.lm_head.register_forward_hook(hook)

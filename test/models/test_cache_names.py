@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from seqtile.models import base_model, first_step
-from seqtile.models.layer_arguments import LayerArguments
+from seqtile.models.any_layer import LayerArguments
 from seqtile.models.placement import Options
 from seqtile.renamed import CACHE_NAMES, cache_in
 from seqtile.sp import sharding_hooks, whole_batches

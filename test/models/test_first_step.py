@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 import seqtile
 from models.layered import KINDS, packed
 from models.test_layer_sharing import built
-from seqtile.models import any_layer, first_step, layer_arguments
+from seqtile.models import any_layer, first_step
 from seqtile.models.base_model import base_models_of
 from seqtile.models.difference import LOSS_NAME, STATES_NAME, difference
 from seqtile.models.first_step import outcome_of
@@ -97,9 +97,9 @@ def share(of_heads: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
 
 def share_by_chunks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk writes its keys and values into the layer's dict, and reads those of the previous one."""
-    monkeypatch.setattr(layer_arguments, "copy", SimpleNamespace(copy=lambda leaf: leaf))
-    monkeypatch.setattr(layer_arguments, "tree_leaves", lambda tree: [])
-    monkeypatch.setattr(layer_arguments.ChunkArguments, "written", lambda self: {})
+    monkeypatch.setattr(any_layer, "copy", SimpleNamespace(copy=lambda leaf: leaf))
+    monkeypatch.setattr(any_layer, "tree_leaves", lambda tree: [])
+    monkeypatch.setattr(any_layer.ChunkArguments, "written", lambda self: {})
 
 
 class Wrong(NamedTuple):

@@ -14,8 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from seqtile.models.find import inside_peft
-from seqtile.models.known import unknown_in
-from seqtile.models.known_libraries import _CLASSES, is_of_library, refusal_of
+from seqtile.models.known import _CLASSES, is_of_library, refusal_of, unknown_in
 from support.tiny import OLDEST, build
 
 peft = pytest.importorskip("peft")

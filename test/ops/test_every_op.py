@@ -161,7 +161,7 @@ def test_a_weight_changed_before_a_backward_raises(name: str, device: str) -> No
         op.leaves[1].mul_(2)
     if name in SUMS:
         y.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|was changed in place"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed in place"):
         y.sum().backward()
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqtile
 from distributed.worker import STRATEGIES, full
 from seqtile import sp
-from seqtile.protocols import SHARDED
 from seqtile.sp import segments
 from sp.over_ranks import Step, assert_same_gradients, averaged, by_first_rank, context
 from sp.whole import COLLECTIVES, counted
@@ -252,16 +251,15 @@ def compared(model_type: str, options: dict | None, frozen: bool, times: int = 1
     sp.apply_ulysses(many, ctx, batches="whole")
     if options is not None:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options)
-    for _ in range(2):  # the second step distributes images
-        with small_masks(), Shapes() as shapes:
-            loss = many(**batch).loss
-        assert (LENGTH, LENGTH) not in shapes.seen, "a mask of length x length"
-        assert relative_error(loss.detach(), expected[0]) <= 1e-5
+    with small_masks(), Shapes() as shapes, dealing() as dealt:
+        loss = many(**batch).loss
+    assert (LENGTH, LENGTH) not in shapes.seen, "a mask of length x length"
+    assert relative_error(loss.detach(), expected[0]) <= 1e-5
     loss.backward()
     assert_same_gradients(many, told, lambda model: loss_and_gradients(model, **batch), one, model_type)
     assert frozen or any("vis" in name for name in told)
     without_images(one, many)
-    return is_dealt(many)
+    return bool(dealt)
 
 
 def is_right(model_type: str) -> tuple[bool, bool]:
@@ -293,9 +291,18 @@ def balanced() -> None:
     assert [each.shape for each in output.router_logits] == [(3 * LENGTH, 4)] * 2
 
 
-def is_dealt(model: nn.Module) -> bool:
-    """Whether the images of the batches so far are distributed."""
-    return any(known is not None for known in getattr(model, SHARDED).images.known.values())
+@contextmanager
+def dealing() -> Iterator[list[int]]:
+    """Yields a list that gets, for each call that distributes images, the rows of this rank's images."""
+    of_all, found = seqtile.sp.images._of_all, []
+
+    def recorded(output: Any, images: Any) -> Any:
+        found.append(sum(images.own_sizes))
+        return of_all(output, images)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seqtile.sp.images, "_of_all", recorded)
+        yield found
 
 
 def assert_same_in_float64(loss: Tensor, model: nn.Module, expected: Step, what: str) -> None:
@@ -314,35 +321,32 @@ def dealt(model_type: str) -> None:
     batch = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
     expected = by_first_rank(loss_and_gradients, one, **batch)
     sp.apply_ulysses(many := copy.deepcopy(one), ctx, batches="whole")
-    images, encoded, counts, sizes = getattr(many, SHARDED).images, [], [], []
-    [tower] = [module for name, module in many.named_modules() if name.endswith((".visual", ".vision_tower"))]
-    tower.register_forward_pre_hook(
-        lambda module, args, kwargs: encoded.append(len([*args, *kwargs.values()][0])), with_kwargs=True
-    )
-    assert relative_error(many(**batch).loss.detach(), expected[0]) <= 1e-6
-    assert is_dealt(many) == (model_type in DEALT)
-    if model_type not in DEALT:
-        return
+    counts, [tower] = [], [each for name, each in many.named_modules() if name.endswith((".visual", ".vision_tower"))]
     for how in ("dealt", "whole"):
         many.zero_grad()
-        encoded.clear()
-        with counted() as forward:
+        with counted() as forward, dealing() as encoded:
             loss = many(**batch).loss
+        assert len(encoded) == (model_type in DEALT and how == "dealt")
+        if model_type not in DEALT:
+            assert relative_error(loss.detach(), expected[0]) <= 1e-6
+            return
         with counted() as backward:
             loss.backward()
         counts.append((forward, backward))
-        sizes.append(sum(encoded))
         assert_same_in_float64(loss, many, expected, how)
-        images.known = dict.fromkeys(images.known)
+        if how == "dealt":
+            [own] = encoded
+            if ctx.rank == 0:  # of one rank, as a logger's
+                tower.register_forward_hook(lambda *_: None)
     (forward, backward), (forward_whole, backward_whole) = counts
     most = {2: (80, 3), 4: (48, 2)}[ctx.size]["grid" not in " ".join(batch)]  # patches, or images, of the first rank
     layers = 1 + len(getattr(many.config.vision_config, "deepstack_visual_indexes", ()))
     width, tokens = layers * 48 * 8, int((batch["input_ids"] == IMAGE).sum())
-    more = NONE_MORE | {"all_gather": 1, "gathered bytes": tokens * most // sizes[1] * width}
+    more = NONE_MORE | {"all_gather": 1, "gathered bytes": tokens * most // len(batch["pixel_values"]) * width}
     assert {name: forward[name] - forward_whole[name] for name in forward} == more
     more = NONE_MORE | {"all_reduce": 1, "reduced bytes": tokens * width}
     assert {name: backward[name] - backward_whole[name] for name in backward} == more
-    assert sizes[0] == most or ctx.rank, f"{sizes[0]} of {sizes[1]}"
+    assert own == most or ctx.rank, f"{own} of {most}"
 
 
 def reads_hidden(model: nn.Module) -> None:
@@ -366,12 +370,11 @@ def seldom_read() -> None:
     reads_hidden(one)
     reads_hidden(many)
     expected = by_first_rank(loss_and_gradients, one, **batch)
-    for _ in range(2):
-        many.zero_grad()
+    with dealing() as dealt:
         loss = many(**batch).loss
-        loss.backward()
-        assert_same_in_float64(loss, many, expected, "seldom read")
-    assert is_dealt(many)
+    loss.backward()
+    assert_same_in_float64(loss, many, expected, "seldom read")
+    assert dealt
 
 
 def each_with_all(module: nn.Module, args: tuple, output: Any) -> None:
@@ -383,44 +386,57 @@ def with_noise(module: nn.Module, args: tuple, output: Any) -> None:
     output.pooler_output = nn.functional.dropout(output.pooler_output, 0.1)
 
 
-def counting(module: nn.Module, args: tuple, output: Any) -> None:
-    module.get_buffer("batches").add_(1)
+class Other(nn.Identity):
+    """A module of a user's."""
+
+
+def with_hook(model: nn.Module, hook: Callable) -> None:
+    model.model.visual.register_forward_hook(hook)
+
+
+def with_dropout(model: nn.Module) -> None:
+    model.model.visual.blocks[1].attn.attention_dropout = 0.1
+
+
+def with_module(model: nn.Module) -> None:
+    model.model.visual.blocks[1].mlp.other = Other()
 
 
 def not_dealt() -> None:
-    """Towers whose images depend on each other, that draw random numbers or keep statistics; fewer images than ranks.
-    Batches that differ are refused before data is sent by their sizes."""
+    """Towers whose images depend on each other, that draw random numbers or hold what is not known; fewer images than
+    ranks. Batches that differ are refused before data is sent by their sizes."""
     ctx, (one, batch) = context(), made("qwen2_5_vl")
-    for changed in (each_with_all, with_noise, counting):
-        many = copy.deepcopy(one)
-        many.model.visual.register_buffer("batches", torch.zeros(()))
-        many.model.visual.register_forward_hook(changed)
+    for change in (
+        partial(with_hook, hook=each_with_all),
+        partial(with_hook, hook=with_noise),
+        with_dropout,
+        with_module,
+    ):
+        change(many := copy.deepcopy(one))
         torch.manual_seed(0)
         expected = many(**batch).loss
         sp.apply_ulysses(many, ctx, batches="whole")
-        for seed in (0, 0):
-            torch.manual_seed(seed)
-            assert relative_error(many(**batch).loss, expected) <= 1e-5, changed.__name__
-        assert not is_dealt(many), changed.__name__
+        torch.manual_seed(0)
+        with dealing() as dealt:
+            assert relative_error(many(**batch).loss, expected) <= 1e-5, change
+        assert not dealt, change
     sp.apply_ulysses(one, ctx, batches="whole")
-    known = getattr(one, SHARDED).images.known
     row = {name: batch[name][1:2] for name in ("input_ids", "labels", "mm_token_type_ids")}
     row |= {"pixel_values": batch["pixel_values"][-16:], "image_grid_thw": batch["image_grid_thw"][-1:]}
-    assert one(**row).loss.isfinite() and not known, "one image"
-    with pytest.raises(ValueError, match="expected the same whole batch on every rank of a group"):
-        one(**row | {"pixel_values": row["pixel_values"] + ctx.rank})
-    loss = one(**batch).loss
-    assert is_dealt(one)
+    with dealing() as dealt:
+        assert one(**row).loss.isfinite() and not dealt, "one image"
+        with pytest.raises(ValueError, match="expected the same whole batch on every rank of a group"):
+            one(**row | {"pixel_values": row["pixel_values"] + ctx.rank})
+        loss = one(**batch).loss
+        assert len(dealt) == 1
     for other in (row, {name: batch[name][2:] for name in ("input_ids", "labels", "mm_token_type_ids")}):
         with pytest.raises(ValueError, match="expected the same whole batch on every rank of a group"):
             one(**(other if ctx.rank else batch))
     assert relative_error(one(**batch).loss, loss) <= 1e-6, "after a failure"
-    for features in next(iter(known.values())).values():
-        features.shares[:] = [Fraction(1, 2)]
-    with pytest.raises(
-        ValueError, match=r"expected 1/2 for each of their \d+, as in batches before; leave this model whole"
-    ):
-        one(**batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seqtile.sp.images, "_share", lambda leaf, sizes: None)
+        with pytest.raises(ValueError, match=r"no tensor with equally many rows .* leave this model whole"):
+            one(**batch)
     sp.restore(one)
     assert "get_image_features" not in vars(one.model)
     assert one.model.language_model.config._attn_implementation == "sdpa"
@@ -467,10 +483,9 @@ def reduced(model_type: str, strategy: str, frozen: bool) -> None:
     sp.apply_ulysses(many, ctx, batches="whole")
     seqtile.apply_seqtile(many, chunk_tokens=11)
     wrapped, optimizer = STRATEGIES[strategy](many)
-    with torch.no_grad():
-        wrapped(**batch_of_group(model_type, ctx.data_parallel_rank))  # images are distributed from the second step on
-    assert is_dealt(many)
-    ours = wrapped(**batch_of_group(model_type, ctx.data_parallel_rank)).loss
+    with dealing() as dealt:
+        ours = wrapped(**batch_of_group(model_type, ctx.data_parallel_rank)).loss
+    assert dealt
     update(wrapped, optimizer, ours)
     total = ours.detach().clone()
     dist.all_reduce(total)

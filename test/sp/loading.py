@@ -1,6 +1,8 @@
 """Steps of a loader whose ranks draw different samples: all samples, in one order, over epochs, and after a resume."""
 
+import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from tqdm import tqdm
 
 from seqtile import sp
-from seqtile.sp.data import _parcels
 from seqtile.sp.groups import gather
 from sp.over_ranks import context
 
@@ -141,9 +142,20 @@ def failing() -> None:
 
 def parcels() -> None:
     """Each rank receives only its own shard."""
-    size = context(2).size
+    ctx, sizes = context(2), []
+    scatter = dist.scatter_object_list
+
+    def measured(arrived: list, sent: list | None, **options: Any) -> None:
+        sizes.extend(len(pickle.dumps(each)) for each in sent or ())
+        scatter(arrived, sent, **options)
+
     for rows in (1, 2):
         whole = {"input_ids": torch.zeros(rows, 100_000, dtype=torch.int64)}
-        found, error = _parcels(iter([whole]), size)
-        local = rows * 100_000 // size
-        assert error is None and all(len(parcel) < 2.1 * 8 * local for parcel in found)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "scatter_object_list", measured)
+            (shard,) = sp.ShardedDataLoader([whole] if ctx.rank == 0 else [], ctx)
+        local = 100_000 // ctx.size
+        assert shard["input_ids"].shape == (rows, local)
+        assert len(sizes) == (ctx.size if ctx.rank == 0 else 0)
+        assert all(size < 2.1 * 8 * rows * local for size in sizes)
+        sizes.clear()

@@ -338,7 +338,7 @@ def sent_bytes() -> None:
     local = -(-length // ctx.size)
     sp.apply_ulysses(model, ctx, batches="whole")
     seqtile.apply_seqtile(model, chunk_tokens=11, check=False)
-    of_batch = 8 * 8 + 8 * rows * local  # compared between ranks, and positions
+    of_batch = 8 * 9 + 8 * rows * local  # compared between ranks, and positions
     of_heads = (4 + 2 * 4 + 4) * 12 * 4 * (ctx.size - 1) // ctx.size  # q, k and v there, the output back; to others
     nothing, layers = dict.fromkeys((*COLLECTIVES, "gathered bytes", "reduced bytes"), 0), 2
 

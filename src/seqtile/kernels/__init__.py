@@ -17,9 +17,9 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0
 
     @property
-    def used(self) -> tuple[bool, bool, bool, bool]:
-        """Whether each of the first four options changes anything. The compiler removes the code of unused options."""
-        return self.logit_scale != 1, self.softcap > 0, self.temperature != 1, self.label_smoothing > 0
+    def used(self) -> tuple[float | None, ...]:
+        """The first four options, None where one changes nothing: the compiler removes the code of such options."""
+        return tuple(None if own == unused else own for own, unused in zip(self[:4], LossOptions(), strict=False))
 
 
 class RowVectors(NamedTuple):

@@ -13,9 +13,9 @@ import triton.language as tl
 from seqtile.kernels import LossOptions, RowVectors
 
 NUM_WARPS = 8
-THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64 threads, two threads share a maximum
-COLUMNS = 8  # per thread and step: 16 bytes in half precision
-BLOCK = {"THREADS": THREADS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
+THREADS = tl.constexpr(32 * NUM_WARPS)  # on AMD, whose warps have 64 threads, two threads share a maximum
+COLUMNS = tl.constexpr(8)  # per thread and step: 16 bytes in half precision
+STEP = tl.constexpr(THREADS.value * COLUMNS.value)
 LOG2E = tl.constexpr(1.4426950408889634)  # for exp by exp2, which flushes results below 2**-126 to zero; tl.exp keeps
 # them, with three more instructions.
 SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of only -inf does not compute -inf - -inf
@@ -35,23 +35,24 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(
-    row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-):  # fmt: skip
-    """Returns the logits of `columns` (if MASKED, -inf beyond the row's end) and the slope of the soft cap."""
+def _logits(head, columns, MASKED: tl.constexpr):
+    """Returns the logits of `columns` (if MASKED, -inf beyond the row's end) and the slope of the soft cap.
+
+    `head` is what logits are made of: the row's products, the bias, V, and the first options of `LossOptions.used`.
+    """
+    row_ptr, bias_ptr, vocab, logit_scale, softcap, temperature = head
     mask = columns < vocab if MASKED else None
     x = tl.load(row_ptr + columns, mask=mask).to(tl.float32)
-    if SCALED:
+    if logit_scale is not None:
         x *= logit_scale
     if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=mask).to(tl.float32)
     slope = 1.0
-    if CAPPED:
+    if softcap is not None:
         capped = _tanh(x * (1.0 / softcap))
         slope = 1.0 - capped * capped
         x = capped * softcap
-    if TEMPERED:
+    if temperature is not None:
         x *= 1.0 / temperature
     if MASKED:
         x = tl.where(mask, x, -float("inf"))
@@ -60,16 +61,13 @@ def _logits(
 
 @triton.jit
 def _add_step(
-    start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    largest, total, sum_exp_shifted, squares, predicted, weights, weighted,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SUMMED: tl.constexpr,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    start, head, class_weight_ptr, found, MASKED: tl.constexpr,
+    SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """Returns every thread's statistics [THREADS], updated with the step at `start`."""
+    """Returns every thread's statistics `found` [THREADS], updated with the step at `start`."""
+    largest, total, sum_exp_shifted, squares, predicted, weights, weighted = found
     columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x, _ = _logits(
-        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, SCALED, CAPPED, TEMPERED
-    )
+    x, _ = _logits(head, columns, MASKED)
     if PREDICTED:
         of_step, place = tl.max(x, 1, return_indices=True)
         predicted = tl.where(of_step > largest, start + tl.arange(0, THREADS) * COLUMNS + place, predicted)
@@ -86,7 +84,7 @@ def _add_step(
         squares = squares * decay * decay + tl.sum(exponentials * exponentials, 1)
     total = total * decay + tl.sum(exponentials, 1)
     if SUMMED:
-        mask = columns < vocab if MASKED else None
+        mask = columns < head[2] if MASKED else None
         x = tl.where(mask, x, 0.0) if MASKED else x
         if class_weight_ptr is not None:
             class_weight = tl.load(class_weight_ptr + columns, mask=mask, other=0.0 if MASKED else None)
@@ -98,32 +96,23 @@ def _add_step(
 
 @triton.jit
 def _statistics(
-    row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SUMMED: tl.constexpr,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    head, class_weight_ptr, SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr
+):
     """Returns statistics of one row's logits x: the largest, sum(exp(x - largest)), the entropy, the sum of squared
     probabilities, the index of the largest, sum(class_weight) and sum(class_weight * x). Those not requested are
     undefined."""
+    vocab = head[2]
     largest = tl.full([THREADS], SMALLEST, tl.float32)
     nothing = tl.full([THREADS], 0.0, tl.float32)
-    total, sum_exp_shifted, squares = nothing, nothing, nothing  # of e = exp(x - largest), e (x - largest) and e e
     by_column = tl.full([THREADS, COLUMNS], 0.0, tl.float32)  # column sums that Triton 3.7 cannot compute inside a loop
-    weights, weighted = by_column, by_column
-    predicted = tl.full([THREADS], 0, tl.int32)
-    whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
-    for start in range(0, whole, THREADS * COLUMNS):
-        largest, total, sum_exp_shifted, squares, predicted, weights, weighted = _add_step(
-            start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-            largest, total, sum_exp_shifted, squares, predicted, weights, weighted, False,
-            SCALED, CAPPED, TEMPERED, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
-        )  # fmt: skip
+    # In the order of `_add_step`: with e = exp(x - largest), the sums of e, e (x - largest) and e e.
+    found = (largest, nothing, nothing, nothing, tl.full([THREADS], 0, tl.int32), by_column, by_column)
+    whole = vocab // STEP * STEP
+    for start in range(0, whole, STEP):
+        found = _add_step(start, head, class_weight_ptr, found, False, SUMMED, ENTROPY, SQUARES, PREDICTED)
     if whole < vocab:
-        largest, total, sum_exp_shifted, squares, predicted, weights, weighted = _add_step(
-            whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-            largest, total, sum_exp_shifted, squares, predicted, weights, weighted, True,
-            SCALED, CAPPED, TEMPERED, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
-        )  # fmt: skip
+        found = _add_step(whole, head, class_weight_ptr, found, True, SUMMED, ENTROPY, SQUARES, PREDICTED)
+    largest, total, sum_exp_shifted, squares, predicted, weights, weighted = found
     row_max = tl.max(largest, 0)
     decay = tl.exp2((largest - row_max) * LOG2E)
     row_sum = tl.sum(total * decay, 0)
@@ -143,28 +132,22 @@ def _statistics(
 
 
 @triton.jit
-def _write_gradient(
-    start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SMOOTHED: tl.constexpr,
-    ENTROPY_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _write_gradient(start, head, class_weight_ptr, label, of_row, MASKED: tl.constexpr):
     """Writes the gradient of one step of a row. `softmax_coef` multiplies exp(x - row_max)."""
-    first, in_thread = tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
+    row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy = of_row
+    row_ptr, vocab, first, in_thread = head[0], head[2], tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
     columns = start + first[:, None] + in_thread[None, :]
     mask = columns < vocab if MASKED else None
-    x, slope = _logits(
-        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, SCALED, CAPPED, TEMPERED
-    )
+    x, slope = _logits(head, columns, MASKED)
     difference = x - row_max
     exponentials = tl.exp2(difference * LOG2E)
     is_target = in_thread[None, :] == (label - start - first)[:, None]  # each thread compares with constants
     gradient = exponentials * softmax_coef - tl.where(is_target, target_coef, 0.0)
-    if SMOOTHED and class_weight_ptr is not None:
+    if class_coef is not None and class_weight_ptr is not None:
         gradient -= class_coef * tl.load(class_weight_ptr + columns, mask=mask)
-    elif SMOOTHED:
+    elif class_coef is not None:
         gradient -= class_coef
-    if ENTROPY_GRAD:
+    if d_entropy is not None:
         logp = difference - log_sum
         gradient -= d_entropy * (tl.exp2(logp * LOG2E) * tl.where(exponentials > 0, logp + entropy, 0.0))
     tl.store(row_ptr + columns, (gradient * slope).to(row_ptr.dtype.element_ty), mask=mask)
@@ -181,36 +164,30 @@ def _store(values_ptr, row, value, in_range):
 def _cross_entropy_kernel(
     logits_ptr, logits_row_stride, target_ptr, loss_ptr, bias_ptr, class_weight_ptr,
     lse_ptr, entropy_ptr, predicted_ptr, mean_ptr, squares_ptr, row_scale_ptr, lse_scale_ptr, entropy_scale_ptr,
-    vocab, logit_scale, softcap, temperature, label_smoothing, z_loss,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SMOOTHED: tl.constexpr,
-    WRITE_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    vocab, logit_scale, softcap, temperature, label_smoothing, z_loss, WRITE_GRAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one chunk
-    row_ptr = logits_ptr + row * logits_row_stride
+    head = (logits_ptr + row * logits_row_stride, bias_ptr, vocab, logit_scale, softcap, temperature)
     target = tl.load(target_ptr + row)
     in_range = (target >= 0) & (target < vocab)
     label = tl.where(in_range, target, 0).to(tl.int32)
     # Read this before the reductions: their barriers keep every thread's read ahead of the writes at the end.
-    target_logit, _ = _logits(
-        row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, False, SCALED, CAPPED, TEMPERED
-    )
+    target_logit, _ = _logits(head, label, False)
     row_max, row_sum, entropy, square_sum, predicted, weight_sum, weighted_sum = _statistics(
-        row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-        SCALED, CAPPED, TEMPERED, SMOOTHED or mean_ptr is not None,
+        head, class_weight_ptr, label_smoothing is not None or mean_ptr is not None,
         entropy_ptr is not None or entropy_scale_ptr is not None, squares_ptr is not None, predicted_ptr is not None,
-        THREADS, COLUMNS,
     )  # fmt: skip
     # Keep row_max and log_sum apart: x - row_max is nearly exact, x - lse loses the digits below those of lse.
     row_sum = tl.where(in_range, row_sum, float("nan"))
     log_sum = tl.log(row_sum)
     lse = row_max + log_sum
 
-    target_coef = 1.0 - label_smoothing
+    target_coef = 1.0 if label_smoothing is None else 1.0 - label_smoothing
     if class_weight_ptr is not None:
         target_coef *= tl.load(class_weight_ptr + label)
-    class_coef = label_smoothing / vocab
+    class_coef = 0.0 if label_smoothing is None else label_smoothing / vocab
     loss = target_coef * (row_max - target_logit + log_sum) + z_loss * lse * lse
-    if SMOOTHED:
+    if label_smoothing is not None:
         loss += class_coef * (weight_sum * lse - weighted_sum)
     tl.store(loss_ptr + row, loss)
     if predicted_ptr is not None:
@@ -223,28 +200,22 @@ def _cross_entropy_kernel(
     if WRITE_GRAD:
         row_scale = tl.load(row_scale_ptr + row) if row_scale_ptr is not None else 1.0
         softmax_coef = target_coef + 2.0 * z_loss * lse
-        if SMOOTHED:
+        if label_smoothing is not None:
             softmax_coef += class_coef * weight_sum
         softmax_coef *= row_scale
         if lse_scale_ptr is not None:
             softmax_coef += tl.load(lse_scale_ptr + row)
         softmax_coef /= row_sum
         target_coef *= row_scale
-        class_coef *= row_scale
-        d_entropy = tl.load(entropy_scale_ptr + row) if entropy_scale_ptr is not None else 0.0
-        whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
-        for start in range(0, whole, THREADS * COLUMNS):
-            _write_gradient(
-                start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-                label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
-                False, SCALED, CAPPED, TEMPERED, SMOOTHED, entropy_scale_ptr is not None, THREADS, COLUMNS,
-            )  # fmt: skip
+        of_row = (
+            row_max, log_sum, softmax_coef, target_coef, None if label_smoothing is None else class_coef * row_scale,
+            entropy, None if entropy_scale_ptr is None else tl.load(entropy_scale_ptr + row),
+        )  # fmt: skip
+        whole = vocab // STEP * STEP
+        for start in range(0, whole, STEP):
+            _write_gradient(start, head, class_weight_ptr, label, of_row, False)
         if whole < vocab:
-            _write_gradient(
-                whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-                label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
-                True, SCALED, CAPPED, TEMPERED, SMOOTHED, entropy_scale_ptr is not None, THREADS, COLUMNS,
-            )  # fmt: skip
+            _write_gradient(whole, head, class_weight_ptr, label, of_row, True)
 
 
 def cross_entropy_(
@@ -260,5 +231,5 @@ def cross_entropy_(
     assert vectors.mean is None or vectors.class_weight is None  # mean is computed from `weighted`, a weighted sum
     assert logits.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = logits.shape
-    numbers = vocab, *options, *options.used, write_grad
-    _cross_entropy_kernel[(rows,)](logits, logits.stride(0), target, losses, *vectors, *numbers, **BLOCK)
+    numbers = vocab, *options.used, options.z_loss, write_grad
+    _cross_entropy_kernel[(rows,)](logits, logits.stride(0), target, losses, *vectors, *numbers, num_warps=NUM_WARPS)

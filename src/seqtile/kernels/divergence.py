@@ -10,19 +10,17 @@ import triton
 import triton.language as tl
 
 from seqtile.kernels import LossOptions
-from seqtile.kernels.cross_entropy import BLOCK, LOG2E, _logits, _statistics
+from seqtile.kernels.cross_entropy import COLUMNS, LOG2E, NUM_WARPS, STEP, THREADS, _logits, _statistics
 
 FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TINY = tl.constexpr(2.0**-126)  # the smallest number that Triton accepts as a float32
 
 
 @triton.jit
-def _probabilities(
-    columns, vocab, row_ptr, bias_ptr, scale, softcap, temperature, row_max, log_sum,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-):  # fmt: skip
-    """Returns the probabilities of `columns`, their logarithms, and the slope of the soft cap."""
-    x, slope = _logits(row_ptr, bias_ptr, columns, vocab, scale, softcap, temperature, True, SCALED, CAPPED, TEMPERED)
+def _probabilities(head, columns, row_max, log_sum):
+    """Returns the probabilities of `columns`, their logarithms, and the slope of the soft cap; `head` as in
+    `_logits`."""
+    x, slope = _logits(head, columns, True)
     logp = x - row_max - log_sum
     return tl.exp2(logp * LOG2E), logp, slope
 
@@ -41,34 +39,20 @@ def _terms(p, logp, q, logq, beta, KIND: tl.constexpr):
 def _divergence_kernel(
     student_ptr, student_stride, teacher_ptr, teacher_stride,
     student_bias_ptr, teacher_bias_ptr, loss_ptr, entropy_ptr, row_scale_ptr,
-    vocab, beta, temperature, student_scale, student_cap, teacher_scale, teacher_cap,
-    KIND: tl.constexpr,
-    STUDENT_SCALED: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
-    TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-    STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    vocab, beta, student_scale, student_cap, teacher_scale, teacher_cap, temperature,
+    KIND: tl.constexpr, STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one chunk
-    student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
-    s_max, s_sum, entropy, _, _, _, _ = _statistics(
-        student_row, student_bias_ptr, None, vocab, student_scale, student_cap, temperature,
-        STUDENT_SCALED, STUDENT_CAPPED, TEMPERED, False, entropy_ptr is not None, False, False, THREADS, COLUMNS,
-    )  # fmt: skip
-    t_max, t_sum, _, _, _, _, _ = _statistics(
-        teacher_row, teacher_bias_ptr, None, vocab, teacher_scale, teacher_cap, temperature,
-        TEACHER_SCALED, TEACHER_CAPPED, TEMPERED, False, False, False, False, THREADS, COLUMNS,
-    )  # fmt: skip
+    student = (student_ptr + row * student_stride, student_bias_ptr, vocab, student_scale, student_cap, temperature)
+    teacher = (teacher_ptr + row * teacher_stride, teacher_bias_ptr, vocab, teacher_scale, teacher_cap, temperature)
+    s_max, s_sum, entropy, _, _, _, _ = _statistics(student, None, False, entropy_ptr is not None, False, False)
+    t_max, t_sum, _, _, _, _, _ = _statistics(teacher, None, False, False, False, False)
     s_log, t_log = tl.log(s_sum), tl.log(t_sum)
     of_student, of_teacher = tl.full([THREADS], 0.0, tl.float32), tl.full([THREADS], 0.0, tl.float32)
-    for start in range(0, vocab, THREADS * COLUMNS):
+    for start in range(0, vocab, STEP):
         columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        p, logp, s_slope = _probabilities(
-            columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
-            STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
-        )  # fmt: skip
-        q, logq, t_slope = _probabilities(
-            columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
-            TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
-        )  # fmt: skip
+        p, logp, s_slope = _probabilities(student, columns, s_max, s_log)
+        q, logq, t_slope = _probabilities(teacher, columns, t_max, t_log)
         p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
         of_student += tl.sum(p * p_term, 1)
         of_teacher += tl.sum(q * q_term, 1)
@@ -84,39 +68,23 @@ def _divergence_kernel(
         tl.store(entropy_ptr + row, entropy)
     if STUDENT_GRAD or TEACHER_GRAD:
         row_scale = tl.load(row_scale_ptr + row) if row_scale_ptr is not None else 1.0
-        for start in range(0, vocab, THREADS * COLUMNS):
+        for start in range(0, vocab, STEP):
             columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            p, logp, s_slope = _probabilities(
-                columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
-                STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
-            )  # fmt: skip
-            q, logq, t_slope = _probabilities(
-                columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
-                TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
-            )  # fmt: skip
+            p, logp, s_slope = _probabilities(student, columns, s_max, s_log)
+            q, logq, t_slope = _probabilities(teacher, columns, t_max, t_log)
             p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
-            _store_gradients(
-                student_row + columns, teacher_row + columns, columns < vocab, p, p_term, student_sum, q, q_term,
-                teacher_sum, beta, row_scale * s_slope, row_scale * t_slope, KIND, STUDENT_GRAD, TEACHER_GRAD,
-            )  # fmt: skip
-
-
-@triton.jit
-def _store_gradients(
-    student_place, teacher_place, mask, p, p_term, student_sum, q, q_term, teacher_sum, beta, s_scale, t_scale,
-    KIND: tl.constexpr, STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradients of the capped logits of one or both rows."""
-    if KIND == FORWARD:
-        d_student, d_teacher = p - q, q * (q_term - teacher_sum)
-    elif KIND == REVERSE:
-        d_student, d_teacher = p * (p_term - student_sum), q - p
-    else:
-        d_student, d_teacher = (1.0 - beta) * p * (p_term - student_sum), beta * q * (q_term - teacher_sum)
-    if STUDENT_GRAD:
-        tl.store(student_place, (d_student * s_scale).to(student_place.dtype.element_ty), mask=mask)
-    if TEACHER_GRAD:
-        tl.store(teacher_place, (d_teacher * t_scale).to(teacher_place.dtype.element_ty), mask=mask)
+            if KIND == FORWARD:
+                d_student, d_teacher = p - q, q * (q_term - teacher_sum)
+            elif KIND == REVERSE:
+                d_student, d_teacher = p * (p_term - student_sum), q - p
+            else:
+                d_student, d_teacher = (1.0 - beta) * p * (p_term - student_sum), beta * q * (q_term - teacher_sum)
+            if STUDENT_GRAD:
+                d_student = (d_student * (row_scale * s_slope)).to(student_ptr.dtype.element_ty)
+                tl.store(student[0] + columns, d_student, mask=columns < vocab)
+            if TEACHER_GRAD:
+                d_teacher = (d_teacher * (row_scale * t_slope)).to(teacher_ptr.dtype.element_ty)
+                tl.store(teacher[0] + columns, d_teacher, mask=columns < vocab)
 
 
 def divergence_(
@@ -135,7 +103,8 @@ def divergence_(
     assert student.stride(1) == teacher.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = student.shape
     of_student, of_teacher = options
-    numbers = vocab, beta, of_student.temperature, *of_student[:2], *of_teacher[:2]
-    used = {0.0: 0, 1.0: 1}.get(beta, 2), *of_student.used[:2], *of_teacher.used[:2], of_student.used[2], *write
-    logits = student, student.stride(0), teacher, teacher.stride(0)
-    _divergence_kernel[(rows,)](*logits, *biases, losses, entropy, row_scale, *numbers, *used, **BLOCK)
+    numbers = vocab, beta, *of_student.used[:2], *of_teacher.used[:3]
+    logits, kind = (student, student.stride(0), teacher, teacher.stride(0)), {0.0: 0, 1.0: 1}.get(beta, 2)
+    _divergence_kernel[(rows,)](
+        *logits, *biases, losses, entropy, row_scale, *numbers, kind, *write, num_warps=NUM_WARPS
+    )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # columns per program
+BLOCK = tl.constexpr(1024)  # columns per program
 NUM_WARPS = 4  # 8 columns per thread: one 16-byte access in half precision
 
 
@@ -25,9 +25,7 @@ def _sigmoid(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gated_activation_kernel(
-    gate_ptr, up_ptr, gate_row_stride, up_row_stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gated_activation_kernel(gate_ptr, up_ptr, gate_row_stride, up_row_stride, width, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 at 150k tokens of Llama-8B's MLP
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -41,9 +39,8 @@ def _gated_activation_kernel(
 
 @triton.jit
 def _gated_activation_backward_kernel(
-    gate_ptr, up_ptr, product_ptr, gate_row_stride, up_row_stride, product_row_stride, width,
-    GELU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr, up_ptr, product_ptr, gate_row_stride, up_row_stride, product_row_stride, width, GELU: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -64,21 +61,17 @@ def _gated_activation_backward_kernel(
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
     """Launches the kernel, see `dispatch.gated_activation_`."""
-    rows, width = gate.shape
-    (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
-    assert gate_step == up_step == 1
-    grid, gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
-    _gated_activation_kernel[grid](gate, up, gate_stride, up_stride, width, GELU=gelu, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _launch(_gated_activation_kernel, activation, gate, up)
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
     """Launches the kernel, see `dispatch.gated_activation_backward_`."""
-    rows, width = gate.shape
-    (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
-    product_stride, product_step = d_product.stride()
-    assert gate_step == up_step == product_step == 1
-    grid, gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
-    strides = gate_stride, up_stride, product_stride
-    _gated_activation_backward_kernel[grid](
-        gate, up, d_product, *strides, width, GELU=gelu, BLOCK=BLOCK, num_warps=NUM_WARPS
-    )
+    _launch(_gated_activation_backward_kernel, activation, gate, up, d_product)
+
+
+def _launch(kernel: triton.JITFunction, activation: str, *tensors: torch.Tensor) -> None:
+    rows, width = tensors[0].shape
+    strides, steps = zip(*(tensor.stride() for tensor in tensors), strict=True)
+    assert set(steps) == {1}
+    grid, gelu = (rows, -(-width // BLOCK.value)), activation == "gelu_tanh"
+    kernel[grid](*tensors, *strides, width, GELU=gelu, num_warps=NUM_WARPS)

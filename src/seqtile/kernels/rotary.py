@@ -36,11 +36,9 @@ def _rotary_kernel(
     sin1 = tl.load(sin, mask=mask, other=0.0).to(tl.float32)
     sin2 = tl.load(sin + half, mask=mask, other=0.0).to(tl.float32)
     if BACKWARD:
-        y1 = x1 * cos1 + x2 * sin2
-        y2 = x2 * cos2 - x1 * sin1
-    else:
-        y1 = x1 * cos1 - x2 * sin1
-        y2 = x2 * cos2 + x1 * sin2
+        sin1, sin2 = -sin2, -sin1
+    y1 = x1 * cos1 - x2 * sin1
+    y2 = x2 * cos2 + x1 * sin2
     tl.store(first, y1.to(x_ptr.dtype.element_ty), mask=mask)
     tl.store(second, y2.to(x_ptr.dtype.element_ty), mask=mask)
 

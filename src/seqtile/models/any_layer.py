@@ -6,10 +6,16 @@
 
 For layers that call Hugging Face's attention function once and compute everything else token by token. Step 3 projects
 queries, keys and values once more.
+
+The layer gets, besides its hidden states,
+
+    a tensor with a row a token              its rows
+    a dict that layers hand to each other    a copy: what is written into it leaves the chunk as further outputs
+    a mask, a cache, a number                as it is
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,14 +28,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.attention_masks import check_attention
 from seqtile.models.forms import source_of
-from seqtile.models.further_outputs import call_with_further_outputs, recording
-from seqtile.models.in_chunks import InChunks, call_in_chunks
-from seqtile.models.layer_arguments import ChunkArguments, LayerArguments
+from seqtile.models.in_chunks import InChunks, call_in_chunks, call_with_further_outputs, recording
 from seqtile.models.placement import computed_forward
+from seqtile.ops.state import having
 from seqtile.renamed import CACHE_NAMES, cache_in
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
 _HEADS = ("query", "key", "value")
+_WHOLE = ("attention_mask", *CACHE_NAMES)  # what is not of a chunk's tokens alone
 
 
 class _Reached(Exception):
@@ -128,6 +134,99 @@ def call_layer_in_chunks(
     return output if rest is None else (output, *rest)
 
 
+class LayerArguments:
+    """What a layer is `given` for the whole sequence, by name, as it is now: when a backward runs the layer again,
+    other layers may have written into its dicts.
+
+    The dicts themselves are not kept. What the layer writes into them has a graph that leads back to this object.
+    """
+
+    def __init__(self, given: dict[str, Any], rows: int, length: int):
+        self._rest = {name: given[name] for name in _WHOLE if name in given}
+        leaves, self._spec = tree_flatten({name: value for name, value in given.items() if name not in _WHOLE})
+        self._leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in leaves]
+        axes = (_axis_of(leaf, rows, length) for leaf in leaves)
+        self._axes = {i: axis for i, axis in enumerate(axes) if axis is not None}
+        tensors = [(leaves[i], axis) for i, axis in self._axes.items()]
+        self.tensors = [leaf.unsqueeze(-1) if leaf.dim() == 2 else leaf.movedim(axis, 1) for leaf, axis in tensors]
+        """The tensors to cut, each with its tokens along dimension 1, and at least one more dimension after it."""
+
+    def of_chunk(self, pieces: tuple[torch.Tensor, ...]) -> "ChunkArguments":
+        """Returns the layer's arguments for a chunk, given its `pieces` of `tensors`."""
+        leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in self._leaves]
+        for (i, axis), piece in zip(self._axes.items(), pieces, strict=True):
+            leaves[i] = piece.squeeze(-1) if self._leaves[i].dim() == 2 else piece.movedim(1, axis)
+        wholes = {id(leaf): whole for leaf, whole in zip(leaves, self._leaves, strict=True)}
+        in_dicts = tree_leaves([dict(leaf) for leaf in leaves if isinstance(leaf, MutableMapping)])
+        wholes |= {id(leaf): leaf for leaf in in_dicts}
+        return ChunkArguments(tree_unflatten(leaves, self._spec) | self._rest, wholes)
+
+
+class ChunkArguments:
+    """A layer's arguments for a chunk, by name."""
+
+    def __init__(self, given: dict[str, Any], wholes: dict[int, Any]):
+        self.given, self._wholes = given, wholes
+        self._before = {name: dict(_parts_of(value)) for name, value in given.items() if name not in _WHOLE}
+
+    def whole_of(self, tensor: Any) -> torch.Tensor | None:
+        """Returns the whole sequence's tensor from which `tensor` was cut; None for any other tensor."""
+        whole = self._wholes.get(id(tensor))
+        return whole if isinstance(whole, torch.Tensor) else None
+
+    def whole_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns an attention function's arguments for the whole sequence, given those for the chunk."""
+        found = {}
+        for name, value in options.items():
+            known = not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter)
+            if not known and (value := self.whole_of(value)) is None:
+                raise ValueError(f"expected an attention that is given no tensor computed from its tokens, got {name}")
+            found[name] = value
+        return found
+
+    def written(self) -> dict[str, dict[Any, Any]]:
+        """Returns what the layer has put into dicts that it got. Raises ValueError if it changed anything else."""
+        found: dict[str, dict[Any, Any]] = {}
+        for name, before in self._before.items():
+            value, after = self.given[name], dict(_parts_of(self.given[name]))
+            changed = [path for path in before | after if before.get(path, self) is not after.get(path, self)]
+            put = [path[0] for path in changed if len(path) == 1 and path in after]
+            if any(path[0] not in put for path in changed) or (put and not isinstance(value, MutableMapping)):
+                raise ValueError(
+                    f"a layer that is computed chunk by chunk changes {name}: expected it to put tensors with a row "
+                    "for each token into a dict, or nothing; apply with layer=False"
+                )
+            if put:
+                found[name] = {key: value[key] for key in put}
+        return found
+
+
+def _parts_of(thing: Any, depth: int = 3) -> Iterator[tuple[tuple, Any]]:
+    """Yields the contents of a container or an object, recursively, each with its path."""
+    if isinstance(thing, MutableMapping):
+        parts = thing.items()
+    elif isinstance(thing, list | tuple | set):
+        parts = enumerate(thing)
+    elif callable(thing) or not hasattr(thing, "__dict__") or isinstance(thing, torch.Tensor):
+        return
+    else:
+        parts = vars(thing).items()
+    for step, part in list(parts):
+        yield (step,), part
+        if depth:
+            yield from (((step, *path), inner) for path, inner in _parts_of(part, depth - 1))
+
+
+def _axis_of(leaf: Any, rows: int, length: int) -> int | None:
+    """Returns the dimension of a tensor along which it has a row for each of the tokens; None if there is none."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+        return None
+    axes = [axis for axis in (1, 2) if axis < leaf.dim() and leaf.shape[axis] == length]
+    if len(axes) > 1 and leaf.shape[0] not in (1, rows):  # [3, B, S], as many rows as tokens
+        return 2
+    return axes[0] if axes else None
+
+
 class _LayerCall:
     """A call of a layer, of which chunks are run: before its attention, and behind it."""
 
@@ -208,7 +307,7 @@ class _LayerCall:
         return tree_unflatten(parts, self._spec)
 
     def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, instead: Callable) -> Any:
-        with _attention_function(instead):
+        with having(_instead, instead):
             return self.forward(self.layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
 
 
@@ -238,11 +337,13 @@ def _token_axis(layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]) -
 
 
 _instead: ContextVar[Callable[[Callable], Callable] | None] = ContextVar("attention_function", default=None)
+"""Layers that this thread runs use instead(function) as their attention function. Set it inside what a backward calls
+again, since autograd's threads inherit nothing."""
 
 
 def _install_look_up() -> None:
-    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_attention_function` set
-    for the calling thread, else what the old one finds."""
+    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_instead` makes of
+    it in the calling thread, else what the old one finds."""
     find = ALL_ATTENTION_FUNCTIONS.get_interface
     if hasattr(find, "_seqtile"):
         return
@@ -250,20 +351,9 @@ def _install_look_up() -> None:
     def get_interface(name: str, default: Callable) -> Callable:
         if torch.compiler.is_compiling() or (instead := _instead.get()) is None:
             return find(name, default)
-        with _attention_function(None):  # of two threads that came here first, each has replaced it
+        with having(_instead, None):  # of two threads that came here first, each has replaced it
             found = find(name, default)
         return instead(found)
 
     get_interface._seqtile = True
     ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
-
-
-@contextmanager
-def _attention_function(instead: Callable[[Callable], Callable] | None) -> Iterator[None]:
-    """Makes layers that this thread runs use instead(function) as their attention function. Enter it inside what a
-    backward calls again, since autograd's threads inherit nothing."""
-    token = _instead.set(instead)
-    try:
-        yield
-    finally:
-        _instead.reset(token)

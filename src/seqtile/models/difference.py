@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqtile.ops.leaf_gradients import without_hooks
+from seqtile.ops.graph import without_hooks
 
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
 _FEW = 8  # numbers of a parameter, by chance little changed by one bit: a scalar was 5 times that apart in float16

@@ -126,12 +126,8 @@ def _parsed(code: CodeType) -> ast.FunctionDef | None:
 
 
 def _plain(function: ast.FunctionDef) -> ast.FunctionDef:
-    """Returns a function without decorators, docstring and annotations."""
+    """Returns a function whose body has no docstring and no annotations of variables."""
     function = copy.deepcopy(function)
-    function.decorator_list, function.returns = [], None
-    for argument in ast.walk(function):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
     if ast.get_docstring(function) is not None:
         function.body = function.body[1:] or [ast.Pass()]
     function.body = [_Plain().visit(statement) for statement in function.body]

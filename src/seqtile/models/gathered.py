@@ -13,11 +13,11 @@ gradients of such a leaf by a hook on its backward: inside of a larger part that
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import BackwardHook
 
 from seqtile.models.hooks import defining_path, innermost
+from seqtile.models.snapshot import exchanged
+from seqtile.ops.state import having
 
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
 _OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered
@@ -32,12 +34,8 @@ _LEAF = "_z3_leaf"  # what DeepSpeed reads at every call of a module
 _MARK = "of seqtile"  # its value on modules marked here; True on DeepSpeed's own
 
 
-class _Hook(NamedTuple):
-    hooks: dict[int, Callable]
-    key: int
-    instead: Callable
-
-
+_Hook = tuple[dict[int, Callable], int, Callable]
+"""A hook as the dict and the key where it is, and what stands in for it in a loop."""
 _in_loop: ContextVar[list[_Hook] | None] = ContextVar("in_loop", default=None)
 
 
@@ -74,11 +72,8 @@ def gathered(
         function = _inside_hooks(each, function, casts=each is module and not chunked)
     if not chunked:
         return function(*tensors)
-    token = _in_loop.set([hook for inside in module.modules() for hook in _silenced(inside)])
-    try:
+    with having(_in_loop, [hook for inside in module.modules() for hook in _silenced(inside)]):
         return function(*tensors)
-    finally:
-        _in_loop.reset(token)
 
 
 def unmark_leaves(model: nn.Module) -> None:
@@ -100,21 +95,11 @@ def hooks_in_loop() -> list[_Hook] | None:
 
 
 @contextmanager
-def silent(hooks: list[_Hook] | None) -> Iterator[None]:
+def silent(hooks: list[_Hook]) -> Iterator[None]:
     """Makes hooks that gather only cast."""
-    if hooks is None:
+    left = [(own, key, instead) for own, key, instead in hooks if key in own]
+    with having(_in_loop, hooks), exchanged(left):
         yield
-        return
-    token = _in_loop.set(hooks)
-    before = [(each, each.hooks[each.key]) for each in hooks if each.key in each.hooks]
-    for each, _ in before:
-        each.hooks[each.key] = each.instead  # in its place
-    try:
-        yield
-    finally:
-        for each, hook in before:
-            each.hooks[each.key] = hook
-        _in_loop.reset(token)
 
 
 def _sharded_inside(module: nn.Module) -> list[FSDPModule]:
@@ -159,15 +144,11 @@ def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callabl
     return between
 
 
-@contextmanager
-def _without_casts(module: FSDPModule) -> Iterator[None]:
-    state = module._get_fsdp_state()
-    policy = state._mp_policy
-    state._mp_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
-    try:
-        yield
-    finally:
-        state._mp_policy = policy
+def _without_casts(module: FSDPModule) -> AbstractContextManager[None]:
+    state = vars(module._get_fsdp_state())
+    return exchanged(
+        [(state, "_mp_policy", replace(state["_mp_policy"], cast_forward_inputs=False, output_dtype=None))]
+    )
 
 
 def _silenced(module: nn.Module) -> Iterator[_Hook]:
@@ -176,9 +157,9 @@ def _silenced(module: nn.Module) -> Iterator[_Hook]:
     for hooks, casts in (*kinds, (module._backward_hooks, _nothing)):
         for key, hook in hooks.items():
             if _is_of(hook, _OF_FSDP):
-                yield _Hook(hooks, key, casts)
+                yield hooks, key, casts
             elif _is_of(hook, _OF_DEEPSPEED, _OF_TRIALS):
-                yield _Hook(hooks, key, _nothing)
+                yield hooks, key, _nothing
 
 
 def _nothing(module: nn.Module, *given: Any) -> None:

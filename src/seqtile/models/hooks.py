@@ -9,7 +9,7 @@ A hook is recognised by its code, never by a name that it may give itself.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -59,14 +59,15 @@ def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
     return *forward, module_module._global_backward_hooks, module_module._global_backward_pre_hooks
 
 
+def each_hook(module: nn.Module | None) -> Iterator[Callable]:
+    """Yields the hooks of a module, or without a module the global hooks."""
+    return (hook for hooks in hooks_of(module) for hook in hooks.values())
+
+
 def unknown_hook(module: nn.Module | None) -> Callable | None:
     """Returns the first hook of a module, or without a module the first global hook, that is neither known nor
     declared."""
-    for hooks in hooks_of(module):
-        for hook in hooks.values():
-            if not is_known(hook) and not is_declared(hook):
-                return hook
-    return None
+    return next((hook for hook in each_hook(module) if not is_known(hook) and not is_declared(hook)), None)
 
 
 def is_known(hook: Callable) -> bool:

@@ -3,10 +3,16 @@
 The backward runs the modules again as they were in the forward, see snapshot.py, under the same TorchFunctionModes.
 Weights that are computed from others, such as those of torch.func.functional_call, are computed once: every chunk gets
 them, and their gradient goes on from there.
+
+Hugging Face records a router's logits by hooks, in a dict that is active during a model's forward. Each chunk runs with
+a dict of its own; what it recorded leaves the tiled function as further outputs, with gradients, and is recorded whole.
+
+    chunk       function(x [B, C, D])  ->  tree of tensors, recorded: {"router_logits": [[B * C, E]]}
+    the whole                              the same tree,             {"router_logits": [[B * S, E]]}
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
 from weakref import ref
@@ -14,13 +20,13 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.gathered import hooks_in_loop, silent
-from seqtile.models.snapshot import Snapshot, dicts_of
-from seqtile.models.weights import leaves_of
-from seqtile.ops.state import found_in
+from seqtile.models.snapshot import Snapshot, dicts_of, exchanged
+from seqtile.models.weights import function_modes, leaves_of
+from seqtile.ops.state import found_in, having
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
@@ -41,7 +47,7 @@ class InChunks:
 
     def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
         """`once`: one of the modules, whose parametrized weights the caller computes, once for all chunks."""
-        self.name = type(next(iter(modules.values()), None)).__name__
+        self.name = type(next(iter(modules.values()))).__name__
         self._modules = [ref(module) for module in modules.values()]
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
         made = {*once.parametrizations.modules()} if once is not None and is_parametrized(once) else ()
@@ -55,10 +61,8 @@ class InChunks:
         self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]
 
     @property
-    def state(self) -> list[tuple[str, Any, nn.Module | None]] | None:
-        """The tensors and generators that the modules hold, see `found_in`. None if the called code is not known."""
-        if not self._modules:
-            return None
+    def state(self) -> list[tuple[str, Any, nn.Module | None]]:
+        """The tensors and generators that the modules hold, see `found_in`."""
         return [(name, thing, owner and owner()) for name, thing, owner in self._state]
 
     @property
@@ -86,9 +90,9 @@ def call_in_chunks(
 ) -> Outputs:
     """Returns function(*inputs, *shared), computed by `tiled_part` with these options. `function` calls the modules."""
     options["always"] = hooks_in_loop() is not None and not inside_chunk()
-    repeat, state = _Repeat(function, modules), modules.state
+    repeat = _Repeat(function, modules)
     fn = function if torch.compiler.is_compiling() else repeat  # the compiler's guards see what changes
-    shared, fn = (*shared, *repeat.computed), fn if state is None else Holding(fn, state)
+    shared, fn = (*shared, *repeat.computed), Holding(fn, modules.state)
     outputs = tiled_part(fn, *inputs, params=modules.trained, shared=shared, **options)
     repeat.end_forward()
     return outputs
@@ -102,7 +106,7 @@ class _Repeat:
 
     def __init__(self, function: Callable, modules: InChunks):
         self._function, self._modules, self._snapshot = function, modules, None
-        self._modes, self._hooks = _modes(), hooks_in_loop()
+        self._modes, self._hooks = function_modes(), hooks_in_loop()
         self._places = modules.computed() if torch.is_grad_enabled() else []
 
     @property
@@ -116,7 +120,7 @@ class _Repeat:
             self._snapshot = self._modules.snapshot(self._places)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        active, changed = _modes(), [] if self._snapshot is None else self._snapshot.changed()
+        active, changed = function_modes(), [] if self._snapshot is None else self._snapshot.changed()
         changed += ["the TorchFunctionModes"] if active and active != self._modes else []
         if changed:
             raise RuntimeError(
@@ -124,33 +128,112 @@ class _Repeat:
                 f"changed in between: {', '.join(changed)}; call backward() before that"
             )
         given = len(tensors) - len(self._places)
-        token = _inside_chunk.set(True)
-        try:
-            with ExitStack() as stack:
-                if self._snapshot is not None:
-                    stack.enter_context(self._snapshot.put_back())
-                stack.enter_context(_placed(self._places, tensors[given:]))
+        weights = [(*place, tensor) for place, tensor in zip(self._places, tensors[given:], strict=True)]
+        with ExitStack() as stack:
+            stack.enter_context(having(_inside_chunk, True))
+            if self._snapshot is not None:
+                stack.enter_context(self._snapshot.put_back())
+            if weights:
+                stack.enter_context(exchanged(weights))
+            if self._hooks is not None:
                 stack.enter_context(silent(self._hooks))
-                for mode in self._modes if active != self._modes else ():
-                    stack.enter_context(mode)
-                return self._function(*tensors[:given])
-        finally:
-            _inside_chunk.reset(token)
+            for mode in self._modes if active != self._modes else ():
+                stack.enter_context(mode)
+            return self._function(*tensors[:given])
 
 
-@contextmanager
-def _placed(places: Sequence[tuple[dict[str, Any], str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Lets modules compute with these tensors as their weights."""
-    before = [own.get(name) for own, name in places]
-    for (own, name), tensor in zip(places, tensors, strict=True):
-        own[name] = tensor
-    try:
-        yield
-    finally:
-        for (own, name), tensor in zip(places, before, strict=True):
-            own[name] = tensor
+def records_attentions() -> bool:
+    """Returns whether Hugging Face is recording attention weights, which a tiled layer does not have."""
+    return any("attentions" in name for name in _active_collector.get() or ())
 
 
-def _modes() -> list[TorchFunctionMode]:
-    count = torch._C._len_torch_function_stack()
-    return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if type(mode) is not DeviceContext]
+def recording(collected: dict[str, list] | None) -> AbstractContextManager[None]:
+    """Makes Hugging Face record outputs into `collected`; None: nowhere."""
+    if _active_collector.compiling:  # it holds the dict while a compiled model runs
+        return exchanged([(vars(_active_collector), "global_var", collected)])
+    return having(_active_collector, collected)
+
+
+def call_with_further_outputs(
+    function: Callable[..., tuple[Outputs, Any]],
+    modules: InChunks,
+    *inputs: torch.Tensor,
+    rows: int,
+    chunk_tokens: int | None,
+) -> tuple[Outputs, Any]:
+    """Returns function(*inputs), computed chunk by chunk, and records what it records.
+
+    Args:
+        function: called with inputs cut along dimension 1. It returns a tensor or a tuple of them, cut likewise, and a
+            tree of None and of tensors with a row for each token, [B, C, ...], [B * C, ...] or [B, H, C, ...].
+            ValueError for anything else.
+        modules: those that function calls.
+        inputs: their tokens are along dimension 1.
+        rows: B, the sequences in a batch.
+        chunk_tokens: tokens of a chunk.
+    """
+    collected = _active_collector.get()
+    names = [name for name in collected or () if not name.lstrip("_").startswith("hidden_states")]
+    form, own = _Form(modules.name), []
+
+    def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        recorded: dict[str, list] = {name: [] for name in names}
+        with recording(recorded if names else None):
+            made, further = function(*pieces)
+        made = made if isinstance(made, tuple) else (made,)
+        own[:] = [len(made)]
+        return *made, *form.flat((further, recorded), rows, pieces[0].shape[1])
+
+    outputs = call_in_chunks(of_chunk, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    made, further = outputs[: own[0]], outputs[own[0] :]
+    tree, recorded = form.whole(further)
+    for name in names:
+        collected[name] += recorded[name]
+    return made if len(made) > 1 else made[0], tree
+
+
+class _Form:
+    """The layout of the tensors in a tree, which is the same for every chunk."""
+
+    def __init__(self, owner: str):
+        self._owner, self._spec = owner, None
+
+    def flat(self, tree: Any, rows: int, length: int) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors of a chunk's tree, each [rows, length, ...]."""
+        leaves, spec = tree_flatten(tree)
+        if others := [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)]:
+            raise self._error(f"a {type(others[0]).__name__}")
+        if self._spec is None:
+            self._spec, self._axes = spec, [x if x is None else self._axis_of(x, rows, length) for x in leaves]
+        elif (spec, [x is None for x in leaves]) != (self._spec, [axis is None for axis in self._axes]):
+            raise self._error("other outputs for one chunk than for another")
+        made = [(x, axis) for x, axis in zip(leaves, self._axes, strict=True) if axis is not None]
+        return tuple(x.unflatten(0, (rows, length)) if axis == 0 else x.movedim(axis, 1) for x, axis in made)
+
+    def whole(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Returns the tree of the whole sequence, given its tensors [B, S, ...]."""
+        left = iter(tensors)
+        whole = [
+            None if axis is None else (next(left).movedim(1, axis) if axis else next(left).flatten(0, 1))
+            for axis in self._axes
+        ]
+        return tree_unflatten(whole, self._spec)
+
+    def _axis_of(self, tensor: torch.Tensor, rows: int, length: int) -> int:
+        """Returns the dimension of a chunk's tokens, 0 if all rows are one after the other along that."""
+        shape = list(tensor.shape)
+        axes = [axis for axis in (1, 2) if shape[:1] == [rows] and shape[axis : axis + 1] == [length]]
+        if len(axes) > 1 and len(shape) > 3:
+            raise self._error(f"a tensor {shape} for a chunk of {length} tokens, two dimensions of which are as long")
+        if axes:
+            return axes[0]
+        if shape[:1] == [rows * length]:
+            return 0
+        raise self._error(f"a tensor {shape} for a chunk of {length} tokens in {rows} rows")
+
+    def _error(self, got: str) -> ValueError:
+        return ValueError(
+            f"a {self._owner} is computed chunk by chunk: expected it to make tensors with a row for each token, or "
+            f"None, got {got}; apply with layer=False"
+        )

@@ -72,13 +72,12 @@ class AtForward:
         for ranks in _to_gather_with(now.values()):
             _arrive(ranks)
         call, gathered = head_alone(head), {}
-        if not isinstance(head, FSDPModule):
-            sharded = {name: weight for name, weight in now.items() if isinstance(weight, DTensor)}
-            sharded = {
-                name: weight for name, weight in sharded.items() if not isinstance(self._weights[name][0], DTensor)
-            }
-            gathered = {name: weight.full_tensor().to(self._weights[name][0].dtype) for name, weight in sharded.items()}
-            call = partial(_called_with, head, gathered) if gathered else call
+        for name, weight in now.items() if not isinstance(head, FSDPModule) else ():
+            before = self._weights[name][0]
+            if isinstance(weight, DTensor) and not isinstance(before, DTensor):
+                gathered[name] = weight.full_tensor().to(before.dtype)
+        if gathered:
+            call = partial(functional_call, head, gathered)
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
             if gathered or gathers(head):  # so far only shards were checked
@@ -142,10 +141,6 @@ def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that computes the head's logits without the hooks that gather weights. Use it inside the
     head's own call (`inside_call`)."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
-
-
-def _called_with(head: nn.Module, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    return functional_call(head, weights, (hidden,))
 
 
 def _weights_of(head: nn.Module) -> Weights:

@@ -19,9 +19,8 @@ from transformers.utils import logging
 from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
 from seqtile.models.attention_masks import check_attention
 from seqtile.models.find import are_experts, mlps_in, positional_of
-from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.gathered import gathered, is_sharded
-from seqtile.models.in_chunks import InChunks
+from seqtile.models.in_chunks import InChunks, call_with_further_outputs, records_attentions
 from seqtile.models.known import unknown_in
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_size_of, mlp_unfused_reason, read_mlp, sparsity_of
@@ -274,17 +273,14 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
     if (unknown := unknown_in(layer)) is not None:
         return left_untiled(layer, unknown)
+    if isinstance(form, LayerForm) and (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
+        form = f"its attention {changed}"  # whose forward Llama's layers skip
     if not isinstance(form, LayerForm):
         if (refusal := any_layer_refusal(layer)) is not None:
             reason = f"{form}, and {refusal}"
             error = None if _is_untouched(layer) else f"this layer cannot be tiled: {reason}; apply with layer=False"
             return Verdict("untiled", reason, error, tileable=False)
         return _chunked(layer, form, None)
-    if (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
-        if any_layer_refusal(layer) is None:
-            return _chunked(layer, f"its attention {changed}", None)
-        error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
-        return Verdict("untiled", changed, error, form)
     return _chunked(layer, reason, form)
 
 

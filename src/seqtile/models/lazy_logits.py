@@ -10,6 +10,7 @@ Edge's backward, which recomputes the logits chunk by chunk, and from them the g
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,8 +23,8 @@ from seqtile.models.late_read import AtForward, head_alone, in_rows
 from seqtile.models.logits_recipe import RULES, LogitsRecipe, autocast_now
 from seqtile.models.weights import leaves_of
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.leaf_gradients import gradients_of
-from seqtile.ops.linear import main_grad_of, weight_grads
+from seqtile.ops.graph import gradients_of
+from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
 from seqtile.tensor_like import ABOUT, input_first, is_in_place
 
@@ -230,9 +231,8 @@ def _cross_entropy(
     return losses.sum() / divisor
 
 
-_BY_ROWS: dict[str, Callable] = {"gather": _gathered, "cross_entropy": _cross_entropy}
-for _name in ("argmax", "logsumexp", "amax"):
-    _BY_ROWS[_name] = lambda *args, name=_name, **kwargs: _reduced(*args, name=name, **kwargs)
+_BY_ROWS: dict[str, Callable] = {name: partial(_reduced, name=name) for name in ("argmax", "logsumexp", "amax")}
+_BY_ROWS |= {"gather": _gathered, "cross_entropy": _cross_entropy}
 
 
 class _Read(torch.autograd.Function):
@@ -287,8 +287,7 @@ class _Edge(torch.autograd.Function):
             leaf = hidden.detach().requires_grad_()
         for recipe, function, along, d_output in _reads_in(grad, ctx.recipe):
             _add_gradients(leaf, [*ctx.leaves], sums, recipe, function, along, d_output)
-        gradients = (None if total is None or total.is_empty else total.result() for total in sums)
-        return None, leaf.grad if needs[0] else None, *gradients
+        return None, leaf.grad if needs[0] else None, *finish_weight_grads(sums)
 
 
 def _add_gradients(

@@ -213,17 +213,15 @@ def _if_alone(rule: Callable[[LogitsRecipe], Any], recipe: LogitsRecipe, *args: 
 
 
 def _rules() -> dict[str, Callable]:
-    scaled = {name: lambda *a, **k: _scaled(*a, by="mul", **k) for name in ("mul", "multiply", "__mul__", "__rmul__")}
-    scaled |= {name: lambda *a, **k: _scaled(*a, by="div", **k) for name in ("div", "true_divide", "__truediv__")}
+    scaled = dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), partial(_scaled, by="mul"))
+    scaled |= dict.fromkeys(("div", "true_divide", "__truediv__"), partial(_scaled, by="div"))
     dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
     alone = {name: lambda recipe, dtype=dtype: _to(recipe, dtype) for name, dtype in dtypes.items()}
     alone |= {"contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
     alone = {name: partial(_if_alone, rule) for name, rule in alone.items()}
-    views = {name: lambda *a, name=name, **k: _viewed(*a, name=name, **k) for name in VIEWS}
+    views = {name: partial(_viewed, name=name) for name in VIEWS}
     added = dict.fromkeys(("add", "__add__", "__radd__"), _added)
-    probabilities = {
-        name: lambda *a, name=name, **k: _softmax(*a, name=name, **k) for name in ("softmax", "log_softmax")
-    }
+    probabilities = {name: partial(_softmax, name=name) for name in ("softmax", "log_softmax")}
     others = {"__iter__": lambda recipe: iter(RULES["unbind"](recipe))}
     return scaled | alone | views | added | probabilities | others | {"to": _to}
 

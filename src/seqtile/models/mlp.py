@@ -194,11 +194,9 @@ def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtyp
     its matrix products, None if unknown."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
-    if (reason := process_unfused_reason()) is not None:
+    projections = (projection_unfused_reason(name, getattr(mlp, name, None), dtype) for name in _projections(form))
+    if (reason := process_unfused_reason() or next(filter(None, projections), None)) is not None:
         return reason
-    for name in _projections(form):
-        if (reason := projection_unfused_reason(name, getattr(mlp, name, None), dtype)) is not None:
-            return reason
     if form.module is not None:
         return activation_unfused_reason(getattr(mlp, form.module))
     return None if form.ligers else silu_unfused_reason()

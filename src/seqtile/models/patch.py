@@ -125,11 +125,8 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
 
 def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
     """Returns the module where a model's code finds a class: its own, else the one that defines the class."""
-    for module_name in (model_class.__module__, cls.__module__):
-        names = [name for name, value in vars(sys.modules[module_name]).items() if value is cls]
-        if names:
-            return [(module_name, names[0])]
-    return []
+    homes = (model_class.__module__, cls.__module__)
+    return [(home, name) for home in homes for name, value in vars(sys.modules[home]).items() if value is cls][:1]
 
 
 def restore(target: nn.Module | str | None = None) -> None:

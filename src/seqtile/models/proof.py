@@ -28,12 +28,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
-from seqtile.models.known import HUGGING_FACE
-from seqtile.models.known_libraries import is_of_library
+from seqtile.models.known import HUGGING_FACE, is_of_library
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
 from seqtile.models.placement import Options, class_of, classes_of, homes_of, original_forward, place
 from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model
-from seqtile.ops.state import nodes_behind
+from seqtile.ops.graph import nodes_behind
 
 CHUNK, EPS = 7, torch.finfo(torch.float32).eps
 _UNPROVABLE = "it could not be proven on a small model of its class"

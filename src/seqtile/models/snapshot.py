@@ -8,7 +8,7 @@
 `changed` names what cannot be put back.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import is_
@@ -19,12 +19,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from seqtile.models.hooks import hooks_of, is_harmless
+from seqtile.models.hooks import each_hook, is_harmless
 from seqtile.ops.save_early import Unchanged
 
-_END = object()
 _OF_TORCH = ((nn.Module, "__call__"), (nn.Module, "_call_impl"))
 _OF_TORCH += tuple((F, name) for name in ("linear", "silu", "gelu", "cross_entropy"))
+
+
+@contextmanager
+def exchanged(items: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Gives dicts other values for the time of the context: each a dict, a key and the value."""
+    before = [(own, key, own.get(key)) for own, key, _ in items]
+    for own, key, value in items:
+        own[key] = value
+    try:
+        yield
+    finally:
+        for own, key, value in before:
+            own[key] = value
 
 
 def dicts_of(module: nn.Module) -> Iterator[dict]:
@@ -66,17 +78,16 @@ class Snapshot:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Restores everything for the time of the context, but for what `changed` names."""
-        if all(map(is_, self._flat(map(type, self._parts), self._dicts), self._flat(self._types, self._then))):
-            types, changed = [], []
-        else:
-            types = [(part, type(part)) for part in self._parts]
+        types = [(part, type(part), then) for part, then in zip(self._parts, self._types, strict=True)]
+        types = [(part, now, then) for part, now, then in types if now is not then]
+        changed = []
+        if not all(map(is_, _flat(self._dicts), _flat(self._then))):
             pairs = [(own, dict(own), _wanted(own, then)) for own, then in zip(self._dicts, self._then, strict=True)]
             changed = [(own, now, wanted) for own, now, wanted in pairs if not _same(now, wanted)]
         thawed = [each for each, required in self._requires_grad if each.requires_grad and not required]
         try:
-            for (part, now), then in zip(types, self._types, strict=False):
-                if now is not then:
-                    part.__class__ = then
+            for part, _, then in types:
+                part.__class__ = then
             for own, _, wanted in changed:
                 _fill(own, wanted)
             for each in thawed:
@@ -87,18 +98,13 @@ class Snapshot:
                 each.requires_grad_()
             for own, now, _ in reversed(changed):
                 _fill(own, now)
-            for part, now in types:
-                if type(part) is not now:
-                    part.__class__ = now
-
-    def _flat(self, types: Iterable[type], dicts: Sequence[dict]) -> Iterable[Any]:
-        names, values = (chain.from_iterable(map(kind, dicts)) for kind in (dict.keys, dict.values))
-        return chain(types, map(len, dicts), names, values, (_END,))
+            for part, now, _ in types:
+                part.__class__ = now
 
     def _fixed_now(self) -> list[tuple[str, Any]]:
         """Returns by name what cannot be put back."""
         merged = filter(None, map(dict.get, map(vars, self._parts), repeat("merged_adapters")))
-        hooks = [hook for kind in hooks_of(None) for hook in kind.values() if not is_harmless(hook, False)]
+        hooks = [hook for hook in each_hook(None) if not is_harmless(hook, False)]
         forwards = zip(self._types, map(getattr, self._types, repeat("forward")), strict=True)
         return [
             *((f"{owner.__name__}.{name}", getattr(owner, name)) for owner, name in _OF_TORCH),
@@ -131,6 +137,11 @@ def _is_exchanged(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(value, DTensor) != isinstance(other, DTensor) and value is not None and other is not None
     return callable(value) and is_harmless(value, False)
+
+
+def _flat(dicts: Sequence[dict]) -> Iterator[Any]:
+    names, values = (chain.from_iterable(map(kind, dicts)) for kind in (dict.keys, dict.values))
+    return chain(map(len, dicts), names, values)
 
 
 def _same(now: dict, then: dict) -> bool:

@@ -8,13 +8,15 @@ A compiler cannot follow a ContextVar; what it traces sets attributes of the mod
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+
+from seqtile.ops.state import having
 
 _now: ContextVar[dict[tuple[nn.Module, str], Any] | None] = ContextVar("stand_ins", default=None)
 
@@ -54,23 +56,16 @@ def _loss_function(usual: property) -> _LossFunction:
     return _LossFunction(loss_function, usual.fset)
 
 
-@contextmanager
-def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> Iterator[None]:
+def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> AbstractContextManager[None]:
     """Lets a forward that runs inside find `loss` as the model's `loss_function`, and `head` as `owner`'s child of this
     name."""
     if torch.compiler.is_compiling():
-        with _as_attributes(model, loss, owner, name, head):
-            yield
-        return
+        return _as_attributes(model, loss, owner, name, head)
     if not isinstance(getattr(type(owner), name, None), _Child):
         setattr(type(owner), name, _Child(name))
     if not isinstance(type(model).loss_function, _LossFunction):
         type(model).loss_function = _loss_function(type(model).loss_function)
-    token = _now.set({(model, "loss_function"): loss, (owner, name): head})
-    try:
-        yield
-    finally:
-        _now.reset(token)
+    return having(_now, {(model, "loss_function"): loss, (owner, name): head})
 
 
 @contextmanager
@@ -94,10 +89,7 @@ def without_stand_ins(function: Callable) -> Callable:
     def alone(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _now.get() is None:
             return function(*args, **kwargs)
-        token = _now.set(None)
-        try:
+        with having(_now, None):
             return function(*args, **kwargs)
-        finally:
-            _now.reset(token)
 
     return alone

@@ -17,12 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief
 from seqtile.models.find import head_of
-from seqtile.models.layer_kinds import count_of, set_field
 from seqtile.models.parts import Part
 from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
 from seqtile.models.proof import CHUNK, PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
-from seqtile.models.small import HEADS, configs_in, small_model
+from seqtile.models.small import HEADS, configs_in, count_of, set_field, small_model
 from seqtile.renamed import enable_checkpointing
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"

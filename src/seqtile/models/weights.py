@@ -9,7 +9,7 @@ An active TorchDispatchMode does not prevent reading: it sees each operation her
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -22,23 +22,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear as linear_module
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
 from seqtile.declared import is_declared
-from seqtile.models.hooks import defining_path, hooks_of, innermost, is_harmless
+from seqtile.models.hooks import defining_path, each_hook, innermost, is_harmless
 from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
-_ACTIVATIONS = {  # class -> its name in `gated_mlp`, and where its forward is defined
-    nn.SiLU: ("silu", "torch.nn.modules.activation.SiLU.forward"),
-    SiLUActivation: ("silu", "transformers.activations.SiLUActivation.forward"),
-    GELUTanh: ("gelu_tanh", "transformers.activations.GELUTanh.forward"),
-}
-
+_ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}  # by their names in `gated_mlp`
 PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._Orthogonal)  # keep and count nothing
-
 _SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # compilers know it by identity only
 
 
@@ -53,13 +48,15 @@ def module_call_reason() -> str | None:
 
 def process_unfused_reason() -> str | None:
     """Says why no module may be read at present. Called once, before any module is looked at."""
-    if (reason := module_call_reason()) is not None:
-        return reason
-    for i in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._get_function_stack_at(i)
-        if type(mode) is not DeviceContext:  # torch.set_default_device keeps one active, which only places new tensors
-            return f"the TorchFunctionMode {named(type(mode))} is active"
-    return None
+    modes = function_modes()
+    return module_call_reason() or (f"the TorchFunctionMode {named(type(modes[0]))} is active" if modes else None)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Returns the active TorchFunctionModes, but for those of torch.set_default_device, which only place new
+    tensors."""
+    active = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [mode for mode in active if type(mode) is not DeviceContext]
 
 
 def module_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
@@ -85,11 +82,7 @@ def call_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | N
 
 def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | None:
     """Returns a hook of a module, or without a module a global hook, that is not harmless."""
-    for hooks in hooks_of(module):
-        for hook in hooks.values():
-            if not is_harmless(hook, recording):
-                return hook
-    return None
+    return next((hook for hook in each_hook(module) if not is_harmless(hook, recording)), None)
 
 
 def linear_unfused_reason(module: Any) -> str | None:
@@ -105,7 +98,7 @@ def linear_unfused_reason(module: Any) -> str | None:
 
 def activation_name(activation: Any) -> str | None:
     """Returns the name of an activation in `gated_mlp`; None if it has none."""
-    return _ACTIVATIONS.get(type(activation), (None,))[0]
+    return _ACTIVATIONS.get(type(activation))
 
 
 def activation_unfused_reason(activation: Any) -> str | None:
@@ -114,7 +107,7 @@ def activation_unfused_reason(activation: Any) -> str | None:
     if cls not in _ACTIVATIONS:
         known = cls.__module__.split(".")[0] in ("torch", "transformers")
         return f"its activation is {cls.__name__ if known else named(activation)}"
-    if defining_path(cls.forward) != _ACTIVATIONS[cls][1]:
+    if defining_path(cls.forward) != f"{named(cls)}.forward":
         return f"the forward of {named(cls)}, its activation, was replaced"
     if (reason := module_unfused_reason(activation)) is not None:
         return f"its activation {reason}"
@@ -154,6 +147,12 @@ def named(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
+def is_one_of(cls: type, names: Collection[str]) -> bool:
+    """Returns whether a class is one of these, given by full name, and not another of that name."""
+    return named(cls) in names and getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+
+
+_LORAS = {f"peft.tuners.lora.{name}" for name in ("layer.Linear", "bnb.Linear4bit", "torchao.TorchaoLoraLinear")}
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a simulation of the other two
 
 
@@ -237,12 +236,7 @@ def split_lora(module: Any) -> LoraLinear | str:
 
 def _is_lora(module: Any) -> bool:
     """Returns whether a module is PEFT's LoRA of a linear layer, plain or quantised, and not of a subclass."""
-    kinds = (
-        ("peft.tuners.lora.layer", "Linear"),
-        ("peft.tuners.lora.bnb", "Linear4bit"),
-        ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
-    )
-    return type(module) in [getattr(sys.modules[name], kind, None) for name, kind in kinds if name in sys.modules]
+    return is_one_of(type(module), _LORAS)
 
 
 def _lora_layers(module: Any) -> LoraLinear | str:

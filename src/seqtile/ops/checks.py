@@ -21,16 +21,15 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return None
 
 
-def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -> None:
-    """Checks that all of `operands` (name -> tensor) are plain tensors on one device and, outside autocast, have the
-    dtype of `reference`.
+def check_operands(op: str, operands: dict[str, torch.Tensor]) -> None:
+    """Checks that all of `operands` (name -> tensor) are plain tensors and, outside autocast, have the device and the
+    dtype of the first.
 
     Raises TypeError for a wrong type, layout or dtype, ValueError for a wrong device.
     """
+    reference, first = next(iter(operands.items()))
     for name, tensor in operands.items():
         check_dense(op, name, tensor)
-    first = operands[reference]
-    for name, tensor in operands.items():
         if is_traceable_wrapper_subclass(tensor):
             raise TypeError(
                 f"{op}: {name} is a {type(tensor).__name__}, expected a plain tensor: it may be a shard or an encoding "

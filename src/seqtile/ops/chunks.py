@@ -22,8 +22,8 @@ At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk has 4096 tokens: 112 MiB
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
 from numbers import Integral
@@ -31,19 +31,15 @@ from numbers import Integral
 import torch
 
 from seqtile.ops.checks import autocast_dtype
+from seqtile.ops.state import having
 from seqtile.rules import default_chunk_tokens
 
 _everywhere: ContextVar[int | None] = ContextVar("everywhere", default=None)
 
 
-@contextmanager
-def chunk_tokens_everywhere(tokens: int) -> Iterator[None]:
+def chunk_tokens_everywhere(tokens: int) -> AbstractContextManager[None]:
     """Inside, every chunk has `tokens` tokens, whatever the caller requested. For trials on short batches."""
-    token = _everywhere.set(tokens)
-    try:
-        yield
-    finally:
-        _everywhere.reset(token)
+    return having(_everywhere, tokens)
 
 
 def is_trial() -> bool:
@@ -91,10 +87,8 @@ def resolve_chunk_tokens(
 def mlp_chunk_tokens(chunk_tokens: int | None, x: torch.Tensor, mlp_size: int, sparsity: float = 1) -> int:
     """Returns the number of tokens per chunk, see `resolve_chunk_tokens`, of an MLP of x [..., D] or of a layer around
     it. `mlp_size`: the MLP's inner width, 0 if it is not known."""
-    if chunk_tokens is not None or not keeps_nothing():
-        return resolve_chunk_tokens(chunk_tokens, x.shape[-1], sparsity)
-    dtype = autocast_dtype(x) or x.dtype
-    return resolve_chunk_tokens(chunk_tokens, x.shape[-1], sparsity, mlp_size, dtype.itemsize)
+    size, dtype = mlp_size if chunk_tokens is None and keeps_nothing() else 0, autocast_dtype(x) or x.dtype
+    return resolve_chunk_tokens(chunk_tokens, x.shape[-1], sparsity, size, dtype.itemsize)
 
 
 def chunks(tokens: int, chunk_tokens: int) -> list[slice]:

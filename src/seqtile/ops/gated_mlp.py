@@ -28,14 +28,12 @@ from seqtile.ops.checks import (
 from seqtile.ops.chunks import chunks, is_trial, mlp_chunk_tokens, to_be_filled
 from seqtile.ops.linear import (
     LowRank,
+    NodeParams,
     Projection,
-    begin_weight_grads,
     finish_weight_grads,
     main_grads_of,
     tensors_of,
     views_of,
-    with_tensors,
-    without_tensors,
 )
 from seqtile.ops.save_early import save_early, saved_for
 
@@ -99,13 +97,10 @@ def gated_mlp(
             kind = type(adapter).__name__
             raise TypeError(f"{_OP}: {name} is a {kind}, expected seqtile.LowRank(a, b, scale) or None")
     gate, down = Projection.of(gate_weight, gate_bias, gate_lora), Projection.of(down_weight, down_bias, down_lora)
-    if up_weight is not None:
-        params: Projections = (gate, Projection.of(up_weight, up_bias, up_lora), down)
-    elif up_bias is not None or up_lora is not None:
+    if up_weight is None and (up_bias is not None or up_lora is not None):
         raise ValueError(f"{_OP}: without up_weight, gate_weight holds up too: pass its bias and adapter as gate's")
-    else:
-        params = (gate, down)
-    return gated_mlp_of(x, params, activation, chunk_tokens)
+    up = () if up_weight is None else (Projection.of(up_weight, up_bias, up_lora),)
+    return gated_mlp_of(x, (gate, *up, down), activation, chunk_tokens)
 
 
 def gated_mlp_of(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: int | None) -> torch.Tensor:
@@ -150,8 +145,8 @@ class GatedMLPFunction(torch.autograd.Function):
         node: Node | None,
         *leaves: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.params, ctx.main_grads = without_tensors(params), main_grads_of(params)
-        ctx.activation, ctx.chunk_tokens, ctx.node, ctx.trial = activation, chunk_tokens, node, is_trial()
+        ctx.params, ctx.node, ctx.trial = NodeParams.of(params), node, is_trial()
+        ctx.activation, ctx.chunk_tokens = activation, chunk_tokens
         if node is None:
             ctx.save_for_backward(x, *tensors_of(params))
         y = to_be_filled(x, trial=ctx.trial)
@@ -164,13 +159,12 @@ class GatedMLPFunction(torch.autograd.Function):
     def backward(ctx, d_y: torch.Tensor):
         check_first_derivative(_OP)
         x, *tensors = saved_for(ctx)
-        params = with_tensors(ctx.params, tensors)
-        sums = begin_weight_grads(params, ctx.needs_input_grad[5:], ctx.main_grads)
+        params, sums = ctx.params.restored(tensors, ctx.needs_input_grad[5:])
         d_x = to_be_filled(x, trial=ctx.trial) if ctx.needs_input_grad[0] else None
         mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
         for chunk in chunks(len(x), ctx.chunk_tokens):
             mlp.backward(x[chunk], d_y[chunk], sums, None if d_x is None else d_x[chunk])
-        return d_x, None, None, None, None, *finish_weight_grads(sums)
+        return d_x, None, None, None, None, *finish_weight_grads(tensors_of(sums))
 
 
 class MLPChunk:
@@ -194,26 +188,27 @@ class MLPChunk:
     def backward(self, x: torch.Tensor, d_y: torch.Tensor, sums: Projections, out: torch.Tensor | None) -> None:
         """Adds the gradients of the parameters to `sums`, and writes that of x to `out`, if given; `out` must not be x.
         Recomputes gate and up (2 u), then 6 u: 8 u."""
-        gate, up, both = self._gate_and_up(x)
+        gate, up, d_first = self._gate_and_up(x)  # the kernel writes the gradients where gate and up are
         if self._product is None:
             self._product = self._both.new_empty(self._both.shape[0], self._both.shape[1] // 2)
         product = self._product[: x.shape[0]]  # [C, M], holds the product's gradient first
         self._down.backward(d_y, out=product)
         gated_activation_backward_(gate, up, product, self._activation)
         self._down.add_gradients(sums[-1], d_y, product)
-        d_first = (both,) if len(self._first) == 1 else (gate, up)  # d_gate and d_up, where the kernel wrote them
         for i, (projection, d_out) in enumerate(zip(self._first, d_first, strict=True)):
             projection.add_gradients(sums[i], d_out, x)
             if out is not None:
                 projection.backward(d_out, out=out, add=i > 0)
 
-    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes gate and up, each [C, M]. The third tensor returned, [C, 2M], holds both side by side."""
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Computes gate and up, each [C, M]. Third, returns the outputs of the first projections: these two, or both
+        side by side [C, 2M]."""
         both = self._both[: x.shape[0]]
         gate, up = both.chunk(2, dim=1)
-        for projection, out in zip(self._first, (both,) if len(self._first) == 1 else (gate, up), strict=True):
+        outs = (both,) if len(self._first) == 1 else (gate, up)
+        for projection, out in zip(self._first, outs, strict=True):
             projection.forward(x, out=out)
-        return gate, up, both
+        return gate, up, outs
 
 
 def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
@@ -226,7 +221,7 @@ def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
             operands[f"{name}_weight"] = projection.weight
         if projection.bias is not None:
             operands[f"{name}_bias"] = projection.bias
-    check_operands(_OP, "x", operands)
+    check_operands(_OP, operands)
     if x.dim() == 0 or x.numel() == 0:
         raise ValueError(f"{_OP}: x has shape {list(x.shape)}, expected [..., D] with at least one token")
     gate = params[0].shape

@@ -10,7 +10,7 @@ sum must first be multiplied by the upstream gradient.
 
 Parameters are passed as tuples of parts, such as `Projection`. A part is a NamedTuple whose first `TENSORS` fields are
 tensors or None, and whose other fields are numbers. The gradient sums are the same parts with a `WeightGrad` for each
-tensor.
+tensor, see `NodeParams`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,8 @@ class WeightGrad:
     ):
         self._shape, self._device, self._dtype = parameter.shape, parameter.device, parameter.dtype
         self._sum_dtype, self._main_grad = dtype, main_grad
-        self._buffer, self._empty = main_grad, main_grad is None
+        self._buffer = main_grad
+        self.is_empty = main_grad is None  # nothing was added yet, and there is no `main_grad`
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -48,12 +49,7 @@ class WeightGrad:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was added and there is no `main_grad`."""
-        return self._empty
-
-    def rows(self, rows: slice) -> "WeightGrad":
+    def __getitem__(self, rows: slice) -> "WeightGrad":
         """Returns the sum of some rows of the parameter, as a view of the same buffer."""
         if rows == slice(0, self._shape[0]):
             return self
@@ -62,9 +58,9 @@ class WeightGrad:
 
     def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none; the caller may add to it in place."""
-        if self._empty:
+        if self.is_empty:
             self.buffer.zero_()
-            self._empty = False
+            self.is_empty = False
         return self.buffer
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
@@ -74,8 +70,7 @@ class WeightGrad:
         total = self.buffer
         if right is None:
             total, right = total[:, None], left.new_ones(left.shape[0], 1)
-        beta = 0 if self._empty else 1  # beta 0 ignores the buffer's old values, NaN included
-        self._empty = False
+        beta = 0 if self.is_empty else 1  # beta 0 ignores the buffer's old values, NaN included
         if left.dtype == total.dtype:
             total.addmm_(left.T, right, beta=beta)
         elif not _on_gpu(left) or torch.version.hip is not None:
@@ -86,16 +81,15 @@ class WeightGrad:
             if len(total) == 1:  # an adapter of rank 1: some releases take a row for a bias, which cublasLt gets
                 total, left, right = total.T, right, left
             torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
-        elif beta == 0:
-            total.copy_(torch.mm(left.T, right, out_dtype=torch.float32))
         else:
-            total.add_(torch.mm(left.T, right, out_dtype=torch.float32))
+            self.add_gradient(torch.mm(left.T, right, out_dtype=torch.float32))
+        self.is_empty = False
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds the gradient of a chunk, already computed, of the parameter's shape. It may be sparse."""
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)
-        self._empty = False
+        self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)
+        self.is_empty = False
 
     def result(self) -> torch.Tensor | None:
         """Returns the sum, rounded once to the parameter's dtype, and releases the buffer. Zeros if nothing was added;
@@ -208,14 +202,10 @@ class Projection(NamedTuple):
         return self._replace(weight=self.quantized.dequantize(), quantized=None)
 
     def slice_out(self, rows: slice) -> "Projection":
-        """Returns the projection to some of the outputs."""
-        bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))
-        return Projection(self.weight[rows], bias, self.a, b, self.scale)
-
-    def sums_of(self, rows: slice) -> "Projection":
-        """Given the gradient sums (`begin_weight_grads`), returns those of some of the outputs, in the same buffers."""
-        weight, bias, b = (None if total is None else total.rows(rows) for total in (self.weight, self.bias, self.b))
-        return Projection(weight, bias, self.a, b)
+        """Returns the projection to some of the outputs. Of gradient sums, see `NodeParams`, those of these outputs, in
+        the same buffers."""
+        weight, bias, b = (None if part is None else part[rows] for part in (self.weight, self.bias, self.b))
+        return Projection(weight, bias, self.a, b, self.scale)
 
     def slice_in(self, columns: slice) -> "Projection":
         """Returns the projection from some of the inputs, without the bias."""
@@ -255,7 +245,7 @@ class Projection(NamedTuple):
         return out
 
     def add_gradients(self, sums: "Projection", d_y: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the gradients of a chunk (d_y [C, out], x [C, in]) to `sums`, see `begin_weight_grads`."""
+        """Adds the gradients of a chunk (d_y [C, out], x [C, in]) to `sums`, see `NodeParams`."""
         if sums.weight is not None:
             sums.weight.add(d_y, x)
         if sums.bias is not None:
@@ -275,11 +265,6 @@ def with_tensors(parts: Iterable[Any], tensors: Iterable[Any]) -> list[Any]:
     """Returns the parts with other tensors, given in the order of `tensors_of`. Numbers stay."""
     given = iter(tensors)
     return [part and type(part)(*islice(given, part.TENSORS), *part[part.TENSORS :]) for part in parts]
-
-
-def without_tensors(parts: Iterable[Any]) -> list[Any]:
-    """Returns the parts with None for every tensor, for a node that saves the tensors."""
-    return with_tensors(parts, repeat(None))
 
 
 def views_of(parts: Iterable[Any]) -> list[torch.Tensor | None]:
@@ -302,14 +287,24 @@ def weight_grads(
     return [WeightGrad(tensor, main_grad=main_grad) if need else None for tensor, need, main_grad in each]
 
 
-def begin_weight_grads(
-    parts: Sequence[Any], needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]
-) -> list[Any]:
-    """Returns the parts with `weight_grads` instead of their tensors. `needs` and `main_grads` are in the order of
-    `tensors_of`."""
-    return with_tensors(parts, weight_grads(tensors_of(parts), needs, main_grads))
+class NodeParams(NamedTuple):
+    """The parameters of a node: the parts without tensors, which the node saves, and every tensor's `main_grad`."""
+
+    parts: list[Any]
+    main_grads: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> "NodeParams":
+        return cls(with_tensors(parts, repeat(None)), main_grads_of(parts))
+
+    def restored(self, saved: Sequence[torch.Tensor | None], needs: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+        """Returns the parts with the saved tensors, and with the sums of their gradients (`weight_grads`) instead.
+        `saved` and `needs` are in the order of `tensors_of`."""
+        sums = weight_grads(saved, needs, self.main_grads)
+        return with_tensors(self.parts, saved), with_tensors(self.parts, sums)
 
 
-def finish_weight_grads(sums: Iterable[Any]) -> list[torch.Tensor | None]:
-    """Returns the summed gradients, in the order of `tensors_of`."""
-    return [None if total is None else total.result() for total in tensors_of(sums)]
+def finish_weight_grads(sums: Iterable[WeightGrad | None]) -> list[torch.Tensor | None]:
+    """Returns the summed gradients. A leaf that no chunk used, such as the weights of an expert without tokens, gets
+    none, as when untiled."""
+    return [None if total is None or total.is_empty else total.result() for total in sums]

@@ -48,7 +48,7 @@ class Head(NamedTuple):
     def check(self, op: str, name: str = "") -> None:
         """Raises TypeError or ValueError for tensors that do not match each other; `name` begins their names."""
         tensors = {f"{name}{part}": tensor for part, tensor in self._asdict().items() if tensor is not None}
-        check_operands(op, f"{name}hidden", tensors)
+        check_operands(op, tensors)
         shape = list(self.hidden.shape)
         if self.hidden.dim() == 0 or self.hidden.numel() == 0:
             kind = ", an empty sequence" if shape else ""

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import Node
 
 Tensors = Sequence[torch.Tensor]
 Found = tuple[str, Any, Any]
@@ -76,6 +75,16 @@ def autocast_on(device: torch.device) -> tuple[str, torch.dtype, bool]:
     """Returns the arguments that make `torch.autocast` reproduce the current autocast."""
     kind = "cpu" if device.type == "meta" else device.type  # nothing is cast on the meta device
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def having(variable: Any, value: Any) -> Iterator[None]:
+    """Gives a ContextVar, or what is set like one, a value for the time of the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class ForwardState(NamedTuple):
@@ -259,16 +268,3 @@ def names_in(code: CodeType) -> set[str]:
     """Returns the names that code uses, including functions and comprehensions inside it."""
     inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
-
-
-def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
-    """Yields every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
-    through it."""
-    seen: set[Node | None] = {start, None}
-    pending = list(ends)
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            pending += [following for following, _ in node.next_functions]

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
-from seqtile.ops.leaf_gradients import gradients_of
-from seqtile.ops.linear import main_grad_of, weight_grads
+from seqtile.ops.graph import gradients_of, leaves_behind
+from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.ops.save_early import Unchanged, save_early, saved_for, saved_unseen
-from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
+from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8  # by `check=True`
@@ -95,8 +95,8 @@ def tiled(
 def tiled_part(
     fn: Callable[..., Outputs],
     *inputs: torch.Tensor,
-    params: Iterable[torch.Tensor] = (),
-    shared: Iterable[torch.Tensor] = (),
+    params: Tensors = (),
+    shared: Tensors = (),
     chunk_tokens: int | None = None,
     dim: int = -2,
     always: bool = False,
@@ -110,7 +110,6 @@ def tiled_part(
         used_alone: drop the `params` that the first chunk does not use, so that their gradients do not wait for this
             backward.
     """
-    params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
     step = _step(inputs[0], chunk_tokens, dim)
     if not always and inputs[0].shape[dim] <= step:
@@ -266,14 +265,7 @@ class TiledFunction(torch.autograd.Function):
         with call.state.forward_random():
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
-        # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as when untiled.
-        return (
-            None,
-            None,
-            None,
-            *d_inputs,
-            *(None if total is None or total.is_empty else total.result() for total in sums),
-        )
+        return None, None, None, *d_inputs, *finish_weight_grads(sums)
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -332,20 +324,17 @@ def _leaves_behind(results: Tensors) -> dict[int, tuple[int, int]]:
     """Returns the leaves that a graph reaches, by id, each with its place in the forward: the number of the node that
     used it first, and the negative index among that node's inputs."""
     used: dict[int, tuple[int, int]] = {}
-    for node in nodes_behind(result.grad_fn for result in results):
-        for place, (following, _) in enumerate(node.next_functions):
-            if (leaf := getattr(following, "variable", None)) is not None:
-                use = (node._sequence_nr(), -place)
-                used[id(leaf)] = min(use, used.get(id(leaf), use))
+    for leaf, node, place in leaves_behind(result.grad_fn for result in results):
+        use = (node._sequence_nr(), -place)
+        used[id(leaf)] = min(use, used.get(id(leaf), use))
     return used
 
 
 def _check_leaves(results: Tensors, known: Tensors, error: type[Exception]) -> None:
     """Raises `error` if the results' graph reaches a leaf that is not in `known`: its gradient would be lost."""
     allowed = {id(tensor) for tensor in known}
-    for node in nodes_behind(result.grad_fn for result in results):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in allowed:
+    for leaf, _, _ in leaves_behind(result.grad_fn for result in results):
+        if id(leaf) not in allowed:
             raise error(
                 f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
                 "it in params, or if it is computed from others pass what fn uses as shared"

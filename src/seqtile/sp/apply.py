@@ -44,22 +44,21 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     """
     if batches not in (kinds := {"cut": ShardingHooks, "whole": WholeBatches}):
         raise ValueError(f"batches is {batches!r}, expected one of {', '.join(map(repr, kinds))}")
-    model, min_tokens = _without_adapter(model), None
+    model = _without_adapter(model)
     applied = getattr(model, SHARDED, None)
-    if applied is not None and applied.sp_group is ALONE:
-        if batches == "cut":
-            raise ValueError('this model shares prefixes of rows, which needs whole batches: pass batches="whole"')
-        min_tokens = applied.min_tokens
-        applied.stop_sharing_prefixes()
-    elif applied is not None:
+    if applied is not None and applied.sp_group is not ALONE:
         if applied.sp_group is not ctx or type(applied) is not kinds[batches]:
             raise ValueError(
                 "this model is sharded over other ranks already, or for other batches: sp.restore(model) first"
             )
         return
+    if applied is not None and batches == "cut":
+        raise ValueError('this model shares prefixes of rows, which needs whole batches: pass batches="whole"')
+    min_tokens = None if applied is None else applied.min_tokens
+    if applied is not None:
+        applied.stop_sharing_prefixes()
     _apply(model, ctx, kinds[batches])
-    if min_tokens is not None:
-        getattr(model, SHARDED).min_tokens = min_tokens
+    getattr(model, SHARDED).min_tokens = min_tokens
 
 
 def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
@@ -110,8 +109,8 @@ def restore(model: PreTrainedModel) -> None:
         return
     del vars(model)[SHARDED]
     applied.remove()
-    if (min_tokens := getattr(applied, "min_tokens", None)) is not None:
-        share_prefixes(model, min_tokens)
+    if applied.min_tokens is not None:
+        share_prefixes(model, applied.min_tokens)
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:

@@ -6,7 +6,6 @@ Source: Arctic Long Sequence Training, 3.2.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,8 +90,6 @@ class UlyssesAttention(SequenceParallelAttention):
         sp_group = self.layout.sp_group
 
         def largest() -> int:
-            if sp_group is ALONE:
-                return size
             found = torch.tensor(size, device=device_of(sp_group))
             dist.all_reduce(found, dist.ReduceOp.MAX, sp_group.group)
             return int(found)
@@ -129,8 +126,9 @@ class UlyssesFunction(SequenceParallelFunction):
         for anything except causal attention within documents, on every rank and before any rank waits.
         """
         if self.otherwise is not None and LAYOUT not in options:
-            function, config = attention_of(module, self.otherwise), Overridden(module.config)
-            config._attn_implementation = self.otherwise
+            eager = sys.modules[type(module).__module__].eager_attention_forward  # is not registered
+            function = ALL_ATTENTION_FUNCTIONS.get(self.otherwise, eager)
+            config = Overridden(module.config, _attn_implementation=self.otherwise)
             return function(Overridden(module, config=config), query, key, value, attention_mask, **options)
         steps = self._steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
         q, k, v = exchanged(steps.qkv, True, *_as_computed(query, key, value))
@@ -172,13 +170,6 @@ class UlyssesFunction(SequenceParallelFunction):
 
 
 ulysses_attention = UlyssesFunction()
-
-
-def attention_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Returns the attention function that a Hugging Face module would use under this name."""
-    if name == "eager":  # is not registered
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _window_of(module: nn.Module) -> int | None:

@@ -6,12 +6,11 @@ batches.
 cut, because the label of a shard's last token is in the next shard.
 
 `ShardedDataLoader`: ranks draw different samples, as in data parallelism. In a round every rank of the group draws one
-batch, cuts it, and sends each other rank its shard: one all-to-all of sizes and one of bytes. No rank ever holds
-another rank's whole batch. The group then trains on the round's batches one after the other.
+batch, cuts it, and sends each other rank its shard: one gather of who has a batch, and one scatter for each. No rank
+ever holds another rank's whole batch. The group then trains on the round's batches one after the other.
 Source: Arctic Long Sequence Training, 4.2 and 4.3.
 """
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -20,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from seqtile.sp.groups import SequenceParallel, device_of, gather
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, hash_of
 
 IGNORED = -100
-_NOTHING, _FAILED = 0, -1  # replace a shard's size: the rank's loader is at its end; its batch could not be cut
 _NO_LENGTH = -1  # replaces a loader's length
 
 
@@ -207,37 +206,23 @@ def rounds(
     """Yields this rank's shards of the batches that the group's ranks draw, round by round, rank by rank, without the
     first `skip`. Raises ValueError on every rank if one of them fails to draw or to cut its batch."""
     while True:
-        parcels, error = _parcels(batches, sp_group.size)
-        sizes = [len(parcel) for parcel in parcels] or [_FAILED] * sp_group.size
-        sent = torch.tensor(sizes, device=device_of(sp_group))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=sp_group.group)
-        received = received.tolist()
-        if _FAILED in received:
-            failed = f"rank {received.index(_FAILED)} of the group has no batch that can be cut"
-            raise ValueError(f"{failed}: {error or 'see there'}") from error
-        found = [rank for rank, size in enumerate(received) if size != _NOTHING]
+        shards, error, states = None, None, [None] * sp_group.size
+        try:
+            if (batch := next(batches, None)) is not None:
+                batch = tree_map_only(Tensor, Tensor.cpu, batch)  # another rank may not have this rank's device
+                shards = parts_of(batch, range(sp_group.size), sp_group.size)
+        except Exception as failed:  # raised on every rank, after all have been told
+            error = failed
+        dist.all_gather_object(states, (shards is not None, error and str(error)), group=sp_group.group)
+        for rank, (_, said) in enumerate(states):
+            if said is not None:
+                raise ValueError(f"rank {rank} of the group has no batch that can be cut: {said}") from error
+        found = [rank for rank, (has_batch, _) in enumerate(states) if has_batch]
         if not found:
             return
-        if skip < len(found):
-            buffer = torch.cat(parcels).to(device_of(sp_group))
-            arrived = buffer.new_empty(sum(received))
-            dist.all_to_all_single(arrived, buffer, received, sizes, group=sp_group.group)
-            shards = arrived.cpu().split(received)
-            for rank in found[skip:]:
-                yield torch.load(io.BytesIO(shards[rank].numpy()), map_location=device, weights_only=True)
+        for rank in found[skip:]:
+            arrived: list = [None]
+            sent = shards if rank == sp_group.rank else None
+            dist.scatter_object_list(arrived, sent, group=sp_group.group, group_src=rank)
+            yield tree_map_only(Tensor, lambda value: value.to(device), arrived[0])
         skip = max(0, skip - len(found))
-
-
-def _parcels(batches: Iterator[dict[str, Any]], size: int) -> tuple[list[Tensor], Exception | None]:
-    """Returns each rank's shard of the next batch as bytes, empty at the end; or no shards and the error."""
-    try:
-        if (batch := next(batches, None)) is None:
-            return [torch.empty(_NOTHING, dtype=torch.uint8)] * size, None
-        parcels = []
-        for shard in parts_of(batch, range(size), size):
-            torch.save(shard, parcel := io.BytesIO())
-            parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
-        return parcels, None
-    except Exception as error:  # raised on every rank, after all have been told
-        return [], error

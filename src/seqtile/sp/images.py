@@ -4,32 +4,39 @@ the features.
     arguments of all images ── those of this rank's ── vision tower ── its features ── all-gather ── features of all
 
 Two kinds of arguments are supported: images of one size [N, ...], and the patches [P, K] of images (or videos) of any
-sizes with a grid [N, 3], whose row products count each image's patches. Everything else is tested: every rank encodes
-the first batch whole, then its own images alone, then its own images among changed ones. If the features differ, or if
-there are fewer images than ranks, every rank encodes all images.
+sizes with a grid [N, 3], whose row products count each image's patches. Every rank encodes all images if there are
+fewer than ranks, if it is not known of the model's code that images are independent (`_LISTED`), or if its towers have
+hooks or modules of a user's, or draw random numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from seqtile.ops.state import WatchedTensor, autocast_on, default_generators, equal
 from seqtile.sp.groups import SequenceParallel, add_up, device_of
 from seqtile.sp.owners import Owners, gathered, with_whole_gradient
 from seqtile.sp.token_shard import shared
 
+_LISTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava", "internvl", "gemma3", "paligemma")
+"""transformers' model types of which tests prove that features of an image depend on no other image."""
+_LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "torchao", "seqtile"}
+"""Packages whose modules and hooks compute each image by itself."""
 _FUNCTIONS = ("get_image_features", "get_video_features")
-_SELDOM_READ = ("last_hidden_state", "hidden_states")  # fields that are rarely read: gathered only when they are
+_SELDOM_READ = ("last_hidden_state", "hidden_states", "attentions")
+"""Fields that are rarely read: gathered only when they are. Of the others a list has a tensor for each image, not for
+each layer."""
 
 
 class Batches(Protocol):
     """The sharding hooks, as far as images need them."""
 
+    model: nn.Module
+    """The text model."""
     sp_group: SequenceParallel
     batch_hash: Tensor | None
 
@@ -81,37 +88,12 @@ class Images:
 
         return tree_map_only(Tensor, part, self.arguments)
 
-    def with_others_changed(self) -> tuple[tuple, dict]:
-        """Returns arguments with this rank's images and changed values of all others."""
-        mine = self.owners(Fraction(1)).ranks == self.sp_group.rank
-
-        def changed(values: Tensor) -> Tensor:
-            if not values.dim() or not values.is_floating_point():
-                return values
-            return values.where(mine.to(values.device).view(-1, *[1] * (values.dim() - 1)), 0.5 - values)
-
-        return tree_map_only(Tensor, changed, self.arguments)
-
-
-class Features(NamedTuple):
-    """The structure of one value that a function returns for images."""
-
-    spec: TreeSpec
-    """The pytree of the value. Its leaves are tensors [n, ...] of all images, or lists with one tensor per image."""
-    shares: list[Fraction]
-    """For each leaf, its rows per row of an image in the pixels' argument; 0 for None."""
-
-    def leaves(self, value: Any) -> list[Tensor | list[Tensor]]:
-        return self.spec.flatten_up_to(value)
-
 
 class DealtImages:
     """Replaces a model's functions that encode images. In a forward that is cut over ranks, distributes the images."""
 
     def __init__(self, model: nn.Module, batches: Batches):
         self.model, self.batches = model, batches
-        self.known: dict[str, dict[str, Features] | None] = {}
-        """The features of each kind of call, see `_kind`; None if every rank encodes all images."""
         self.is_encoding = False
         for module in model.modules():
             for name in _FUNCTIONS:
@@ -127,54 +109,55 @@ class DealtImages:
     def __call__(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         encode, sp_group = partial(getattr(type(module), name), module), self.batches.sp_group
         is_cut = self.batches.batch_hash is not None and not self.is_encoding
-        images = Images.of((args, kwargs), sp_group) if is_cut else None
+        images = Images.of((args, kwargs), sp_group) if is_cut and _is_listed(module) else None
         if images is None:
             return encode(*args, **kwargs)
         self.is_encoding = True
         try:
-            kind = _kind(module, name, images)
             self.batches.compare_batch()
-            if kind not in self.known:
-                found, self.known[kind] = _proven(encode, images, module)
-                return found
-            if (known := self.known[kind]) is None:
+            unknown = any(map(_is_unknown, _towers(module.base_model, self.batches.model)))
+            if add_up(torch.tensor(int(unknown), device=device_of(sp_group)), sp_group):  # on any rank
                 return encode(*args, **kwargs)
             args, kwargs = images.own()
-            return _of_all(encode(*args, **kwargs), images, known)
+            return _of_all(encode(*args, **kwargs), images)
         finally:
             self.is_encoding = False
 
 
-def _kind(module: nn.Module, name: str, images: Images) -> str:
-    """Returns the kind of a call. Calls of one kind share the result of the test."""
-    leaves, spec = tree_flatten(images.arguments)
-    about = [(each.shape[1:], each.dtype) if isinstance(each, Tensor) else _setting(each) for each in leaves]
-    return repr((type(module), name, module.training, spec, about))
+def _is_listed(module: nn.Module) -> bool:
+    """Returns whether a model's code is Hugging Face's of a listed type. FSDP2 gives a model another class."""
+    home = next(kind.__module__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch."))
+    return home in [f"transformers.models.{name}.modeling_{name}" for name in _LISTED]
 
 
-def _setting(value: Any) -> Any:
-    return value if isinstance(value, bool | str) else type(value)  # numbers may depend on the batch
+def _towers(model: nn.Module, text_model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules of a model that neither are in its text model nor contain it."""
+    text = set(text_model.modules())
+    return (module for module in model.modules() if text.isdisjoint(module.modules()))
+
+
+def _is_unknown(module: nn.Module) -> bool:
+    """Returns whether a module is of no known library, calls code that is not, or draws random numbers."""
+    rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
+    if module.training and any(isinstance(rate, float) and rate > 0 for rate in rates):
+        return True
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    homes = [type(module).__module__, *map(_home_of, (module.forward, *hooks))]
+    return any(home.split(".")[0] not in _LIBRARIES for home in homes)
+
+
+def _home_of(function: Callable) -> str:
+    """Returns the name of the module in which a function is written."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def _is_list(value: Any, count: int) -> bool:
     """Returns whether a value is a list with the features [n, ...] of `count` images."""
     are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) and each.dim() for each in value)
     return are_tensors and len(value) == count and len({each.shape[1:] for each in value}) == 1
-
-
-def _features(output: Any, sizes: list[int]) -> dict[str, Features] | None:
-    """Returns the features in a function's output, by name, for images of these sizes; None if the output contains
-    anything else."""
-    if not isinstance(output, Mapping):
-        return None
-    found: dict[str, Features] = {}
-    for name, value in output.items():
-        leaves, spec = tree_flatten(value, is_leaf=lambda each: _is_list(each, len(sizes)))
-        shares = [_share(leaf, sizes) for leaf in leaves]
-        if None in shares:
-            return None
-        found[name] = Features(spec, shares)
-    return found or None
 
 
 def _share(leaf: Any, sizes: list[int]) -> Fraction | None:
@@ -194,61 +177,21 @@ def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else torch.cat(tuple(leaf))
 
 
-def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, dict[str, Features] | None]:
-    """Returns a function's output for all images, and its features if images are independent on every rank, else None.
-
-    A rank's images are independent if their features stay bitwise equal when all other images change, and equal up to
-    rounding when they are encoded alone. A function that draws random numbers or changes buffers, such as batch
-    statistics, is not tested and counts as dependent. One small all-reduce.
-    """
-    (args, kwargs), device = images.arguments, next(module.parameters()).device
-    generators, buffers = default_generators(device), [WatchedTensor(*each) for each in module.named_buffers()]
-    found = encode(*args, **kwargs)
-    known = _features(found, images.sizes)
-    if known is None or any(each.drawn for each in generators) or any(each.changed for each in buffers):
-        return found, None
-    try:
-        is_same = _is_independent(encode, images, found, known)
-    except Exception:  # some images may not be encodable alone
-        is_same = False
-    wrong = add_up(torch.tensor(int(not is_same), device=device_of(images.sp_group)), images.sp_group)
-    return found, None if wrong else known
-
-
-@torch.no_grad()
-def _is_independent(encode: Callable, images: Images, found: Any, known: dict[str, Features]) -> bool:
-    """Returns whether the features `found` of this rank's images depend on no other image."""
-    own, others = (encode(*args, **kwargs) for args, kwargs in (images.own(), images.with_others_changed()))
-    is_same = own.keys() == known.keys()
-    for name, features in known.items():
-        of_calls = [features.leaves(each[name]) for each in (found, others, own)]
-        for share, *leaves in zip(features.shares, *of_calls, strict=True):
-            if share:
-                *wholes, part = map(_rows, leaves)
-                expected, again = (images.owners(share).own(whole) for whole in wholes)
-                is_same &= _share(leaves[-1], images.own_sizes) == share
-                is_same &= equal(again, expected) and _is_close(part, expected)
-    return is_same
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    """Returns whether features are equal up to rounding."""
-    _, dtype, is_enabled = autocast_on(expected.device)
-    dtype = dtype if is_enabled else expected.dtype
-    return equal(found.to(dtype), expected.to(dtype), rounded=True)
-
-
-def _of_all(output: Any, images: Images, known: dict[str, Features]) -> Any:
+def _of_all(output: Any, images: Images) -> Any:
     """Returns the output for this rank's images with the features of all images. One all-gather, and one all-reduce in
     the backward."""
-    flat = {name: features.leaves(output[name]) for name, features in known.items()}
+    flat = {
+        name: tree_flatten(value, is_leaf=partial(_is_list, count=0 if name in _SELDOM_READ else len(images.own_sizes)))
+        for name, value in output.items()
+    }
     together: dict[tuple, list[tuple[list, int]]] = {}
-    for name, leaves in flat.items():
-        for i, (leaf, share) in enumerate(zip(leaves, known[name].shares, strict=True)):
-            if _share(leaf, images.own_sizes) != share:
+    for name, (leaves, _) in flat.items():
+        for i, leaf in enumerate(leaves):
+            if (share := _share(leaf, images.own_sizes)) is None:
                 raise ValueError(
-                    f"{name} of {len(images.own_sizes)} images has {len(_rows(leaf))} rows, expected {share} for each "
-                    f"of their {sum(images.own_sizes)}, as in batches before; leave this model whole: sp.restore(model)"
+                    f"{name} of {len(images.own_sizes)} images is no tensor with equally many rows for each of their "
+                    f"{sum(images.own_sizes)}, as expected of this model type; leave this model whole: "
+                    "sp.restore(model)"
                 )
             if not share:
                 continue
@@ -264,6 +207,6 @@ def _of_all(output: Any, images: Images, known: dict[str, Features]) -> Any:
         for (leaves, i), part, like in zip(places, parts, own, strict=True):
             found = part.reshape(-1, *like.shape[1:])
             leaves[i] = found if isinstance(leaves[i], Tensor) else type(leaves[i])(found.split(images.counts(share)))
-    for name, leaves in flat.items():
-        output[name] = tree_unflatten(leaves, known[name].spec)
+    for name, (leaves, spec) in flat.items():
+        output[name] = tree_unflatten(leaves, spec)
     return output

@@ -6,7 +6,9 @@ Source: Arctic Long Sequence Training, 4.2.
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from seqtile.ops.graph import nodes_behind
 from seqtile.sp.groups import SequenceParallel
 
 
@@ -30,18 +32,16 @@ class PartialLossFunction(torch.autograd.Function):
         return d_loss, None
 
 
+def _is_partial(node: Node) -> bool:
+    return hasattr(node, "is_reduced")
+
+
 def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
     """Returns `loss`, which must be scaled by the size of the group, and allows a backward through the partial losses
     that it was computed from."""
     if sp_group.size == 1 or not loss.requires_grad:
         return loss
-    seen, nodes = set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [] if hasattr(node, "is_reduced") else [before for before, _ in node.next_functions]
-    partials = [node for node in seen if hasattr(node, "is_reduced")]
+    partials = list(filter(_is_partial, nodes_behind([loss.grad_fn], stops=_is_partial)))
 
     def let(d_loss: Tensor) -> None:
         for node in partials:

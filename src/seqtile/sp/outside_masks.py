@@ -86,14 +86,10 @@ def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
         if len({int(of_row[start]) for start, _ in spans}) < len(spans):
             raise ValueError("tokens that see each other both ways are not contiguous; leave this model whole")
         for start, stop in spans:
-            if window is not None and stop - start > window and _sees(recipe, row, stop - 1, start):
+            ends = numbers.new_tensor([row, 0, stop - 1, start])
+            if window is not None and stop - start > window and recipe.function(*ends):  # the last sees the first
                 raise ValueError(
                     f"{stop - start} tokens see each other both ways, further back than the window of {window}; leave "
                     "this model whole"
                 )
     return rows if any(rows) else ()
-
-
-def _sees(recipe: MaskRecipe, row: int, query: int, key: int) -> bool:
-    numbers = recipe.spans.new_tensor([row, 0, query, key])
-    return bool(recipe.function(*numbers.unbind()))

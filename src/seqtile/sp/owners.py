@@ -2,12 +2,15 @@
 tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.graph import nodes_behind
 from seqtile.protocols import OF_ALL_RANKS
 from seqtile.sp.groups import SequenceParallel, add_up, gather
 from seqtile.tensor_like import View
@@ -189,13 +192,9 @@ summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
 def depends_on_all_ranks(tensor: Tensor) -> bool:
     """Returns whether a tensor was computed from values of all ranks' tokens, other than by `with_whole_gradient`. Its
     gradient must be the same on every rank, so it cannot be used where each rank computes only its own rows."""
-    waiting, seen = [tensor.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        function = getattr(node, "_forward_cls", None)
-        if getattr(function, OF_ALL_RANKS, False):
-            return True
-        if node is not None and node not in seen and function is not _WholeGradient:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    return False
+
+    def function(node: Node) -> Any:
+        return getattr(node, "_forward_cls", None)
+
+    nodes = nodes_behind([tensor.grad_fn], stops=lambda node: function(node) is _WholeGradient)
+    return any(getattr(function(node), OF_ALL_RANKS, False) for node in nodes)

@@ -36,6 +36,8 @@ class ShardingHooks:
 
     takes_whole = False
     """See `seqtile.protocols.ShardedSequences`."""
+    of_forward = "layout"
+    """The attributes that belong to the running forward."""
     expected = (
         f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "
         "ctx.data_parallel_rank of ctx.data_parallel_size), except with sp.ShardedDataLoader; for whole sequences on "
@@ -54,6 +56,10 @@ class ShardingHooks:
         """The layout of the running forward; None between forwards, also after a failed one."""
         self.last_position = 0
         """The last position of whole sequences in the running forward of the base model."""
+        self.min_tokens: int | None = None
+        """The shortest prefix that rows share and that is computed once; None: each row is computed by itself."""
+        self.last_batch: tuple[int, int, str | None] = 0, 0, None
+        """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
         self.replaced: list[Recurrence | CompressedKeys] = []
         """The replaced functions of layers."""
         base = model.base_model
@@ -75,11 +81,12 @@ class ShardingHooks:
             if "dynamic" in kinds or "longrope" in kinds:
                 self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
                 self.handles.append(module.register_forward_hook(self.drop_last_position))
+        self.at_rest = NAME
+        """The name of the model's attention between two forwards."""
         self._use_attention()
 
     def _use_attention(self) -> None:
-        self.at_rest = NAME
-        self.model.set_attn_implementation(NAME)
+        self.model.config._attn_implementation = self.at_rest
 
     def take_chosen_attention(self) -> None:
         """Takes the attention that `set_attn_implementation` chose between two forwards."""
@@ -99,15 +106,12 @@ class ShardingHooks:
                 del module.forward
             if isinstance(vars(module).get("expand_kv"), CompressedKeys):
                 del module.expand_kv
-        self._put_attention_back()
-
-    def _put_attention_back(self) -> None:
-        self.model.set_attn_implementation(self.implementation)
+        self.model.config._attn_implementation = self.implementation
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
         """See `seqtile.protocols.ShardedSequences`."""
-        return None
+        return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
 
     def stop_sharing_prefixes(self) -> None:
         """See `seqtile.protocols.ShardedSequences`."""
@@ -115,11 +119,18 @@ class ShardingHooks:
     @contextmanager
     def other_batch(self) -> Iterator[None]:
         """See `seqtile.protocols.ShardedSequences`."""
-        held, self.layout = self.layout, None
+        held = {name: getattr(self, name) for name in self.of_forward.split()}
+        implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
+        self.forget_batch()
         try:
             yield
         finally:
-            self.layout = held
+            vars(self).update(held)
+            self.model.config._attn_implementation = implementation
+
+    def forget_batch(self) -> None:
+        """Forgets what is known of the running forward's batch."""
+        self.layout = None
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """See `seqtile.protocols.ShardedSequences`."""
@@ -205,7 +216,7 @@ class ShardingHooks:
 
     def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Raises ValueError if a layer mixed tokens in another way."""
-        if (found := len(kwargs[LAYOUT].attended)) < self.layers:
+        if LAYOUT in kwargs and (found := len(kwargs[LAYOUT].attended)) < self.layers:
             raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -167,7 +167,8 @@ class TokenShard(Tensor):
             if isinstance(first, cls):
                 first.rows = found.rows
                 return first
-        written = [given for each, given in zip(function._schema.arguments, args, strict=False) if _is_written(each)]
+        places = [each.alias_info for each in function._schema.arguments]
+        written = [given for place, given in zip(places, args, strict=False) if place is not None and place.is_write]
         if any(isinstance(each, cls) for each in tree_flatten(written)[0]):
             raise RuntimeError(f"{name}: {_UNCHANGED}")
         args, kwargs = tree_map_only(cls, lambda shard: shard.whole().detach(), (args, kwargs or {}))
@@ -214,13 +215,10 @@ def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bo
     if any(isinstance(each, Tensor) for each in tree_flatten(kwargs)[0]):
         return False
     if name in _OVER_LAST:
-        return not plain and _dim_of(args, kwargs) in (-1, shards[0].dim() - 1, [-1], (-1,))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return not plain and dim in (-1, shards[0].dim() - 1, [-1], (-1,))
     along = [each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain]  # [K], or one per token
     return name in _ELEMENTWISE and all(along) and (name != "to" or isinstance(args[0], TokenShard))
-
-
-def _dim_of(args: tuple, kwargs: dict) -> Any:
-    return kwargs.get("dim", args[1] if len(args) > 1 else None)
 
 
 def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tensor:
@@ -241,10 +239,6 @@ def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tenso
         return shared(found, owners)
     found = shared(function(*rows, **kwargs), owners)
     return found.whole() if name in _REDUCTIONS else found
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor | None:

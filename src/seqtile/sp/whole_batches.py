@@ -8,8 +8,6 @@
 A forward with a cache, as in `generate`, runs whole on every rank.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from seqtile.sp.backends import averages_padding, check_has_masks
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, bits, hash_of
+from seqtile.sp.layout import BATCH_HASH, WHOLE_LENGTH, Layout, bits, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
@@ -52,27 +50,17 @@ class WholeBatches(ShardingHooks):
     """The hooks that cut a batch before the text model and return the hidden states of all its tokens."""
 
     takes_whole = True
+    of_forward = "layout batch_hash position_ids has_gradient calls owners is_compared last_of_batch"
     expected = (
         "the same whole batch on every rank of a group: draw samples by ctx.data_parallel_rank of "
         "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"
     )
 
-    def __init__(
-        self,
-        given: PreTrainedModel,
-        model: PreTrainedModel,
-        sp_group: SequenceParallel,
-        layers: int,
-        min_tokens: int | None = None,
-    ):
+    def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
         self.is_alone, self.given = sp_group is ALONE, given
         super().__init__(given, model, sp_group, layers)
-        self.min_tokens = min_tokens
-        """The shortest prefix that rows share and that is computed once; None: each row is computed by itself."""
         self.tree: PrefixTree | None = None
         """The prefix tree of the batch in the text model."""
-        self.last_batch: tuple[int, int, str | None] = 0, 0, None
-        """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
         self.has_gradient = False
         """True if the given model's forward got tensors that require a gradient: no prefix is shared."""
         self.batch_hash: Tensor | None = None
@@ -96,10 +84,6 @@ class WholeBatches(ShardingHooks):
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
             self.images = None if self.is_alone else DealtImages(given, self)
 
-    @property
-    def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
-        return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
-
     def remove(self) -> None:
         super().remove()
         if self.images is not None:
@@ -111,40 +95,25 @@ class WholeBatches(ShardingHooks):
             self.remove()
             delattr(self.given, SHARDED)
 
-    @contextmanager
-    def other_batch(self) -> Iterator[None]:
-        held = self.batch_hash, self.position_ids, self.calls, self.owners, self.is_compared, self.last_of_batch
-        self.batch_hash, self.position_ids, self.is_compared = None, None, False
-        implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
-        try:
-            with super().other_batch():
-                yield
-        finally:
-            self.batch_hash, self.position_ids, self.calls, self.owners, self.is_compared, self.last_of_batch = held
-            self.model.config._attn_implementation = implementation
+    def forget_batch(self) -> None:
+        super().forget_batch()
+        self.batch_hash, self.position_ids, self.is_compared, self.has_gradient = None, None, False, False
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""
         self.take_chosen_attention()
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.has_gradient = any(tensor.requires_grad for tensor in tensors)
+        self.position_ids = kwargs.get("position_ids")
         if cache_in(kwargs) is not None:
             self._run_whole(True)
-            return
-        if self.is_alone:
-            self.position_ids = kwargs.get("position_ids")
-            return
-        self.batch_hash, self.calls = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)}), 0
-        self.position_ids = kwargs.get("position_ids")
-        self.model.config._attn_implementation = OUTSIDE
+        elif not self.is_alone:
+            self.batch_hash, self.calls = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)}), 0
+            self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.batch_hash, self.position_ids, self.is_compared = None, None, False
-        self.has_gradient = False
-        if self.is_alone:
-            self._rest()
-        else:
-            self._run_whole(False)
+        self.forget_batch()
+        self._rest()
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
@@ -228,21 +197,13 @@ class WholeBatches(ShardingHooks):
     def _use_attention(self) -> None:
         """Sets the model's attention to `NAME`. In a single process sets it to a name that uses `NAME` for calls with a
         layout and the original attention for others."""
-        if not self.is_alone:
-            super()._use_attention()
-            return
         name = self.implementation
-        self.at_rest = f"{NAME}_or_{name}"
-        AttentionInterface.register(self.at_rest, UlyssesFunction(otherwise=name))
-        if name in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[name])
-        self.model.config._attn_implementation = self.at_rest
-
-    def _put_attention_back(self) -> None:
         if self.is_alone:
-            self.model.config._attn_implementation = self.implementation
-        else:
-            super()._put_attention_back()
+            self.at_rest = f"{NAME}_or_{name}"
+            AttentionInterface.register(self.at_rest, UlyssesFunction(otherwise=name))
+        if self.is_alone and name in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[name])
+        super()._use_attention()
 
     def _run_whole(self, is_whole: bool) -> None:
         self.is_whole = is_whole
@@ -311,10 +272,6 @@ class WholeBatches(ShardingHooks):
     def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
         return output if self.is_whole else super().drop_last_position(module, args, output)
 
-    def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if LAYOUT in kwargs:
-            super().check_layers(module, args, kwargs, output)
-
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output with hidden states of all tokens, of which each rank holds its own."""
         if self.is_whole:
@@ -344,13 +301,11 @@ class WholeBatches(ShardingHooks):
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
         super().forget_layout(module, args, output)
         self.owners = self.tree = None
-        if self.is_alone:
+        if self.is_alone or (self.is_whole and self.batch_hash is None):
             self._rest()
-        elif self.is_whole and self.batch_hash is None:
-            self._run_whole(False)
 
     def _rest(self) -> None:
-        """Puts the model into the state that a checkpoint's recomputation needs."""
+        """Puts the model into the state between two forwards, which a checkpoint's recomputation needs."""
         self._run_whole(False)
         self.model.config._attn_implementation = self.at_rest
 

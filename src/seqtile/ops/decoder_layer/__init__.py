@@ -117,9 +117,9 @@ def _check(
     projections = {name: getattr(attention, name) for name in ("q", "k", "v", "o")}
     projections |= {name: getattr(mlp, name) for name in ("gate", "up", "down")}
     operands |= {f"{name}_weight": one.weight for name, one in projections.items() if one.quantized is None}
-    check_operands("decoder_layer", "x", operands)
+    check_operands("decoder_layer", operands)
     for name, norm in (("norm", attention.norm), ("mlp_norm", mlp.norm)):
-        check_operands("decoder_layer", name, {name: norm.weight})
+        check_operands("decoder_layer", {name: norm.weight})
         check_device("decoder_layer", name, norm.weight, "x", x)
     if rotary is not None and any(angles.requires_grad for angles in rotary):
         raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")

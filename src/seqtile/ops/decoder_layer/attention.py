@@ -28,16 +28,7 @@ from seqtile.ops.decoder_layer.attention_graph import (
 )
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
-from seqtile.ops.linear import (
-    finish_weight_grads,
-    main_grad_of,
-    main_grads_of,
-    tensors_of,
-    views_of,
-    weight_grads,
-    with_tensors,
-    without_tensors,
-)
+from seqtile.ops.linear import NodeParams, finish_weight_grads, main_grad_of, tensors_of, views_of, weight_grads
 from seqtile.ops.save_early import Unchanged
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import SequenceParallelAttention
@@ -115,6 +106,7 @@ class AttentionFunction(torch.autograd.Function):
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # those of attention's outputs are computed here
         order, inputs = range(call.sizes.groups), Inputs(x, cos, sin, params.dequantized("q", "k", "v"), call.sizes)
         qkv_of_groups = QKVByGroup(inputs, order, call.sp_attention, keep_normed=True)
         outs, runs, saved = [], [], []
@@ -126,11 +118,10 @@ class AttentionFunction(torch.autograd.Function):
             saved += kept
         # What the attention holds, such as masks, is kept where it runs again.
         ctx.call = replace(call, attend=None, extra_tensors=()) if runs[-1].state is None else call
-        ctx.runs = runs
-        own = tensors_of(params)
-        ctx.params, ctx.leaves = without_tensors(params), leaves  # not saved: what is unpacked may lack a leaf's hooks
+        ctx.runs, ctx.leaves = runs, leaves  # not saved: what is unpacked may lack a leaf's hooks
         if call.differentiate:
-            ctx.main_grads = [*main_grads_of(params), *map(main_grad_of, leaves)]
+            ctx.params, ctx.main_grads = NodeParams.of(params), [main_grad_of(leaf) for leaf in leaves]
+            own = tensors_of(params)
             ctx.save_for_backward(x, cos, sin, *own, *outs, *saved)
             ctx.unchanged = Unchanged.parameters(own)
         return x.view_as(x), *outs
@@ -173,11 +164,10 @@ class _Backward:
         self.runs, self.leaves, self.needs_x, self.d_h = ctx.runs, ctx.leaves, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
         ctx.unchanged.check()
-        count = len(tensors_of(ctx.params))
-        params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
-        self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
-        sums = weight_grads((*tensors_of(params), *self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
-        self.sums, self.leaf_sums = AttentionParams(*with_tensors(params, sums)), sums[count:]
+        count, needs = len(ctx.params.main_grads), ctx.needs_input_grad[6:]
+        params, sums = (AttentionParams(*parts) for parts in ctx.params.restored(saved[:count], needs[:count]))
+        self.outs, self.saved = saved[count : count + self.sizes.groups], saved[count + self.sizes.groups :]
+        self.sums, self.leaf_sums = sums, weight_grads(self.leaves, needs[count:], ctx.main_grads)
         self.params = params.dequantized("q", "k", "v", "o")
         self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
 
@@ -202,8 +192,8 @@ class _Backward:
             qkv.add(arriving[0], arriving[1](), arriving[2])
         qkv.add_to_x(self.d_h)  # in place: it comes from a node of ours
         d_x = self.d_h if self.needs_x else None
-        d_leaves = [None if total is None or total.is_empty else total.result() for total in self.leaf_sums]
-        return [d_x, *finish_weight_grads(self.sums), *d_o, *d_leaves]
+        d_params, d_leaves = finish_weight_grads(tensors_of(self.sums)), finish_weight_grads(self.leaf_sums)
+        return [d_x, *d_params, *d_o, *d_leaves]
 
     def _grad_o_proj(self) -> list[torch.Tensor | None]:
         """Returns the gradients of the output projection."""
@@ -211,7 +201,7 @@ class _Backward:
         if any(total is not None for total in sums[: sums.TENSORS]):
             for chunk in chunks(len(self.d_h), sizes.chunk_tokens):
                 o.add_gradients(sums, sizes.branch_gradient(self.d_h[chunk]), sizes.concat_groups(self.outs, chunk))
-        return finish_weight_grads((sums,))
+        return finish_weight_grads(sums[: sums.TENSORS])
 
     def _through_attention(
         self, group: int, again: QKVByGroup | None

@@ -15,8 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from seqtile.ops.decoder_layer.qkv import QKV
-from seqtile.ops.leaf_gradients import gradients_of
-from seqtile.ops.state import nodes_behind
+from seqtile.ops.graph import gradients_of, leaves_behind, nodes_behind
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From queries [B, h, S, K], keys and values [B, kv, S, K] to attention's output."""
@@ -109,8 +108,8 @@ class SavedTensors:
 class AttentionGraph(NamedTuple):
     """The graph from queries, keys and values to attention's output, without large tensors."""
 
-    output_edge: GradientEdge | None
-    """None if attention's output has no graph."""
+    output_edges: list[GradientEdge]
+    """One; none if attention's output has no graph."""
     out: torch.Tensor
     """One element, expanded to the shape of attention's output."""
     input_edges: list[GradientEdge]
@@ -128,11 +127,9 @@ class AttentionGraph(NamedTuple):
         """Returns the gradients of queries, keys and values, and of `leaves`; None of a leaf that was not used. `d_out`
         holds that of what attention returned, and is emptied, so that its memory is free when attention has used it."""
         wanted, hooks = [*self.input_edges, *leaves], self.hooks
-        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         hooks.qkv, hooks.saved, hooks.d_out = qkv, saved, d_out
         try:  # the graph serves a second backward, too (retain_graph=True); without tensors it costs nothing to keep
-            if self.output_edge is not None:
-                found = gradients_of([self.output_edge], wanted, [self.out], retain_graph=True)
+            found = gradients_of(self.output_edges, wanted, [self.out], retain_graph=True)
         finally:
             hooks.qkv, hooks.saved, hooks.d_out = (), (), []
         d_qkv = [
@@ -176,25 +173,22 @@ def run_and_record(
     saved = hooks.finish()
     _check_leaves(out, input_edges[0], known)
     shapes = [(tensor.shape, tensor.dtype) for tensor in made]
-    output_edge = get_gradient_edge(out) if out.requires_grad else None
-    graph = AttentionGraph(output_edge, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
+    output_edges = [get_gradient_edge(out)] if out.requires_grad else []
+    graph = AttentionGraph(output_edges, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
     return RecordedAttention(out.detach(), attn_output.detach(), graph, saved)
 
 
 def _check_leaves(out: torch.Tensor, start: GradientEdge, known: Sequence[torch.Tensor]) -> None:
     """Raises UntrackedLeaves if the graph from `start` to `out` has leaves that are not `known`; ValueError if it goes
     on in nodes that were there before `start`."""
+    first, ends = start.node, [out.grad_fn]
+    if any(node._sequence_nr() < first._sequence_nr() for node in nodes_behind(ends, first)):  # a leaf's is the largest
+        raise ValueError(
+            "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
+            "leaves, such as parameters; leave this layer untiled (layer=False)"
+        )
     allowed = {id(tensor) for tensor in known}
-    missing: dict[int, torch.Tensor] = {}
-    for node in nodes_behind([out.grad_fn], start.node):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in allowed:
-            missing[id(leaf)] = leaf
-        elif leaf is None and node._sequence_nr() < start.node._sequence_nr():
-            raise ValueError(
-                "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
-                "leaves, such as parameters; leave this layer untiled (layer=False)"
-            )
+    missing = {id(leaf): leaf for leaf, _, _ in leaves_behind(ends, first) if id(leaf) not in allowed}
     if missing:
         raise UntrackedLeaves(list(missing.values()))
 

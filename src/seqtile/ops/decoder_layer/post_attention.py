@@ -5,8 +5,8 @@ h = x + scale o(attn_output), y = h + scale mlp(norm(h)). The node owns norm and
 from the gradient of h alone. This node returns the gradient of h as the gradient of x:
 
     forward    attn_output ─ o ─(+ x)─ h ─ norm ─ mlp ─(+ h)─ y
-    backward   d_y -> d_h, returned as the gradient of x; in place of the gradient of `attn_output` a placeholder of its
-               shape without memory, since `AttentionFunction` computes it group by group
+    backward   d_y -> d_h, returned as the gradient of x; none of `attn_output`, since `AttentionFunction` computes it
+               group by group
 
 So this node reads the output projection before its gradient leaves the other node.
 """
@@ -22,15 +22,7 @@ from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.chunks import chunks, to_be_filled
 from seqtile.ops.decoder_layer.params import LayerSizes, MLPParams
 from seqtile.ops.gated_mlp import MLPChunk
-from seqtile.ops.linear import (
-    Projection,
-    begin_weight_grads,
-    finish_weight_grads,
-    main_grads_of,
-    tensors_of,
-    with_tensors,
-    without_tensors,
-)
+from seqtile.ops.linear import NodeParams, Projection, finish_weight_grads, tensors_of
 from seqtile.ops.save_early import saved_for
 
 
@@ -53,8 +45,7 @@ class PostAttentionFunction(torch.autograd.Function):
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         attn_output, params = rest[: sizes.groups], (o, *mlp)
-        ctx.node, ctx.sizes, ctx.main_grads = node, sizes, main_grads_of(mlp)
-        ctx.params = without_tensors(params)
+        ctx.node, ctx.sizes, ctx.params = node, sizes, NodeParams.of(params)
         if node is None:
             ctx.save_for_backward(x, *attn_output, *tensors_of(params))
         y = to_be_filled(x, (sizes.batch, sizes.length, x.shape[1]), trial=sizes.trial)
@@ -68,12 +59,11 @@ class PostAttentionFunction(torch.autograd.Function):
         check_first_derivative("decoder_layer")
         sizes: LayerSizes = ctx.sizes
         x, *saved = saved_for(ctx)
-        attn_output, params = saved[: sizes.groups], with_tensors(ctx.params, saved[sizes.groups :])
-        needs = ctx.needs_input_grad[5 + sizes.groups :]
-        sums = begin_weight_grads(params[1:], needs, ctx.main_grads)
+        attn_output, needs = saved[: sizes.groups], ctx.needs_input_grad[5 + sizes.groups :]
+        needs = (*[False] * Projection.TENSORS, *needs)  # the gradient of o is the other node's
+        params, (_, *sums) = ctx.params.restored(saved[sizes.groups :], needs)
         d_h = _backward(_Chunks(sizes, params, x, attn_output), sums, d_y.contiguous().view(x.shape))
-        placeholders = [out.new_zeros(()).expand(out.shape) for out in attn_output]
-        return None, None, None, None, d_h, *placeholders, *finish_weight_grads(sums)
+        return None, None, None, None, d_h, *[None] * sizes.groups, *finish_weight_grads(tensors_of(sums))
 
 
 def _backward(compute: "_Chunks", sums: Sequence[Any], d_y: torch.Tensor) -> torch.Tensor:

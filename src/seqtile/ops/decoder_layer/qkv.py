@@ -111,23 +111,19 @@ class NormedInput:
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):
-        self._x, self._norm, self._dtype = inputs.x, inputs.params.norm, inputs.sizes.dtype
-        self._whole, self._known = whole, 0
+        self._x, self._norm, self._whole, self._known = inputs.x, inputs.params.norm, whole, 0
         self.chunk_tokens = inputs.sizes.chunk_tokens * (inputs.sizes.groups if whole else 1)
-        self._rows: torch.Tensor | None = None
+        tokens, width = inputs.x.shape
+        rows = tokens if whole else min(tokens, self.chunk_tokens)
+        self._rows = inputs.x.new_empty(rows, width, dtype=inputs.sizes.dtype)
 
     def chunk(self, chunk: slice) -> torch.Tensor:
         """Returns norm(x) of these tokens; the next call overwrites it, unless all are kept."""
-        x = self._x
-        if self._rows is None:
-            rows = len(x) if self._whole else min(len(x), self.chunk_tokens)
-            self._rows = x.new_empty(rows, x.shape[1], dtype=self._dtype)
-        if not self._whole:
-            return rms_norm(x[chunk], *self._norm, out=self._rows[: chunk.stop - chunk.start])
+        rows = self._rows[chunk if self._whole else slice(chunk.stop - chunk.start)]
         if chunk.stop > self._known:
-            rms_norm(x[chunk], *self._norm, out=self._rows[chunk])
-            self._known = chunk.stop
-        return self._rows[chunk]
+            rms_norm(self._x[chunk], *self._norm, out=rows)
+            self._known = chunk.stop if self._whole else 0
+        return rows
 
 
 def project(
@@ -156,7 +152,7 @@ def project(
 class QKVGradients:
     """The gradients of x, and of the parameters before attention, added up over groups.
 
-    `sums` are those of the parameters, see `begin_weight_grads`. Allocates `d_normed` [T, D], the gradient of what the
+    `sums` are those of the parameters, see `NodeParams`. Allocates `d_normed` [T, D], the gradient of what the
     norm returned, with the first group.
     """
 
@@ -170,7 +166,7 @@ class QKVGradients:
         inputs, x, sizes = self._inputs, self._inputs.x, self._inputs.sizes
         projections, head_norms, (heads, kv_heads) = inputs.projections(group), inputs.head_norms, sizes.group_heads
         wholes = zip((self._sums.q, self._sums.k, self._sums.v), sizes.group_columns(group), strict=True)
-        sums, add = [whole.sums_of(rows) for whole, (rows, _) in wholes], self._d_normed is not None
+        sums, add = [whole.slice_out(rows) for whole, (rows, _) in wholes], self._d_normed is not None
         if self._through_norm and not add:
             self._d_normed = to_be_filled(x, dtype=sizes.dtype, trial=sizes.trial)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts

@@ -1,8 +1,8 @@
 """What a model keeps, put back after each run of the comparison, which calls its modules a few times more.
 
-put back   attributes and buffers of modules; of what they and users' functions hold or name the contents of lists,
-           dicts, sets and deques, the values of tensors, and generators of random numbers; variables of users'
-           functions, their closures' and global ones
+put back   attributes, buffers, tensors and generators of random numbers of modules; of what users' undeclared modules
+           and functions hold or name also the contents of lists, dicts, sets and deques; variables of these functions,
+           their closures' and global ones
 lost       any other object that a user's undeclared module or function holds or names, such as a file or an
            iterator: the step is not compared
 """
@@ -15,6 +15,7 @@ from copy import copy
 from functools import partial
 from gc import get_referents
 from itertools import chain
+from math import inf
 from operator import is_
 from types import BuiltinMethodType, FunctionType, GenericAlias, MethodType, ModuleType, UnionType
 from typing import Any
@@ -37,8 +38,6 @@ _CONSTANT = (int, float, complex, str, bytes, range, slice, enum.Enum, type(None
 _CONSTANT += (PretrainedConfig, GenericAlias, UnionType)
 _KEEPING_NOTHING = ("_abc", "functools", "inspect", "logging", "pathlib", "re", "typing")
 _LEFT_OUT = vars(nn.Module()).keys() - {"_buffers", "_modules"}  # such as hooks, which are not called
-_Found = tuple[str, Any, bool]
-"""A name, the object of that name, and whether a user's undeclared module or function holds or names it."""
 
 
 class State:
@@ -54,11 +53,14 @@ class State:
         for own in (*self.attributes, *main_grads, *buffers, *hooks):
             self._put_back.append(partial(_refill, own, copy(own)))
         of_process = [sys.modules[name].random.__self__ for name in ("random", "numpy.random") if name in sys.modules]
-        for kept in (*model.buffers(), *of_process):
-            self._keep("", kept, False)
+        held = chain.from_iterable(map(dict.values, map(vars, model.modules())))
+        held = [each for one in held for each in (one.values() if type(one) is dict else (one,)) if is_kept(each)]
+        for kept in (*model.buffers(), *held, *of_process):
+            self._keep(kept, SMALL)
         for device in {parameter.device for parameter in model.parameters()}:
             self._put_back += [generator.put_back for generator in default_generators(device)]
-        self.lost = list(dict.fromkeys(self._lost_in(model)))
+        self._seen: dict[int, Any] = {id(module): module for module in model.modules()}
+        self.lost = list(self._lost_in(model))
         """What cannot be put back: modules, and the names in which each may keep state."""
 
     def put_back(self) -> None:
@@ -67,65 +69,57 @@ class State:
                 put_back()
 
     def _lost_in(self, model: nn.Module) -> Iterator[str]:
-        """Notes what the model keeps; yields what cannot be put back."""
-        places = {module: place for place, module in model.named_modules()}
-        seen: dict[tuple[int, bool], Any] = {}  # keeps the objects alive, so that their ids stay unique
-        pending: list[tuple[str, _Found]] = [("", ("", model, False))]
-        while pending:
-            owner, (name, thing, is_users) = pending.pop()
-            if (id(thing), is_users) in seen or is_declared(thing):
+        """Notes what users' undeclared modules and functions hold and name; yields what cannot be put back."""
+        declared = [each for each in model.modules() if is_declared(each) or is_declared(class_of(each))]
+        declared = {inside for each in declared for inside in each.modules()}
+        for place, module in model.named_modules():
+            if module in declared:
                 continue
-            seen[id(thing), is_users], held = thing, ()
-            if isinstance(thing, nn.Module):
-                if thing in places:
-                    owner, name = f"{places[thing] or 'it'} is a {type(thing).__name__}", "self"
-                else:  # such as a teacher in a list
-                    self._put_back.append(partial(_refill, vars(thing), copy(vars(thing))))
-                held = _held_by(name, thing)
-            elif is_kept(thing):
-                self._keep(name, thing, is_users)
-            elif isinstance(thing, FunctionType):
-                held = self._named_by(name, thing, is_users)
-            elif type(thing) in _CONTAINERS:
-                self._put_back.append(partial(_refill, thing, copy(thing)))
-                held = [(name, part, is_users) for part in _parts(thing)]
-            elif isinstance(thing, _HOLDING):
-                held = [(name, part, is_users) for part in get_referents(thing)]
-            elif is_users and not isinstance(thing, _CONSTANT) and not _keeps_nothing(type(thing).__module__):
-                yield f"{owner} that may keep state in {name} ({type(thing).__name__})"
-            pending += [(owner, each) for each in held]
+            classes = [cls for cls in type(module).__mro__ if not is_known_home(cls.__module__)]
+            held = {
+                name: each for cls in reversed(classes) for name, each in vars(cls).items() if not name.startswith("__")
+            }
+            held["forward"] = computed_forward(module)
+            own = vars(module).items()
+            held |= {name: each for name, each in own if name not in _LEFT_OUT and (classes or callable(each))}
+            for name, each in held.items():
+                if not self._is_put_back(each):
+                    what = f"{place or 'it'} is a {type(module).__name__}"
+                    yield f"{what} that may keep state in {name} ({type(each).__name__})"
 
-    def _keep(self, name: str, thing: Any, is_users: bool) -> None:
-        """Notes the value of a tensor or the state of a generator."""
-        if not isinstance(thing, torch.Tensor):
-            self._put_back.append(generator_of(name, thing).put_back)
-        elif thing.layout is torch.strided and not (thing.is_meta or isinstance(thing, nn.Parameter)):
-            if is_users or thing.numel() <= SMALL:
-                self._put_back.append(partial(_rewrite, thing, thing.detach().clone()))
-
-    def _named_by(self, name: str, function: FunctionType, is_users: bool) -> Iterator[_Found]:
-        """Yields what a function wraps, and if it is a user's, what it names."""
-        yield name, vars(function), is_users
-        if not is_known_home(home_of(function)):
-            shared, names = function.__globals__, names_in(function.__code__)
-            self._put_back.append(partial(shared.update, {each: shared[each] for each in names & shared.keys()}))
-            for cell in function.__closure__ or ():
+    def _is_put_back(self, thing: Any) -> bool:
+        """Notes what an object holds or names. Returns whether all of that can be put back."""
+        if id(thing) in self._seen or is_declared(thing):
+            return True
+        self._seen[id(thing)] = thing  # kept alive, so that its id stays unique
+        if is_kept(thing):
+            self._keep(thing)
+            return True
+        if isinstance(thing, FunctionType):
+            if is_known_home(home_of(thing)):
+                return True
+            inside, shared = named_by(thing).values(), thing.__globals__
+            names = names_in(thing.__code__) & shared.keys()
+            self._put_back.append(partial(shared.update, {name: shared[name] for name in names}))
+            for cell in thing.__closure__ or ():
                 self._put_back += [partial(setattr, cell, "cell_contents", value) for value in get_referents(cell)]
-            yield from ((inner, thing, is_users) for inner, thing in named_by(function).items())
+        elif type(thing) in _CONTAINERS:
+            self._put_back.append(partial(_refill, thing, copy(thing)))
+            inside = _parts(thing)
+        elif isinstance(thing, _HOLDING):
+            inside = get_referents(thing)
+        else:
+            keeps_nothing = _keeps_nothing(type(thing).__module__) and not isinstance(thing, nn.Module)
+            return isinstance(thing, _CONSTANT) or keeps_nothing
+        return all([self._is_put_back(each) for each in inside])
 
-
-def _held_by(name: str, module: nn.Module) -> Iterator[_Found]:
-    """Yields what a module holds, and of a user's what its class does, unless that is declared."""
-    if is_declared(cls := class_of(module)):
-        return
-    is_users = not is_known_home(cls.__module__)
-    yield "forward", computed_forward(module), True
-    for inner, thing in vars(module).items():
-        if inner not in _LEFT_OUT:
-            yield f"{name}.{inner}", thing, is_users or callable(thing)
-    for cls in type(module).__mro__ if is_users else ():
-        if not is_known_home(cls.__module__):
-            yield from ((inner, thing, True) for inner, thing in vars(cls).items() if not inner.startswith("__"))
+    def _keep(self, thing: Any, most: float = inf) -> None:
+        """Notes the value of a tensor of at most so many elements, or the state of a generator."""
+        if not isinstance(thing, torch.Tensor):
+            self._put_back.append(generator_of("", thing).put_back)
+        elif thing.layout is torch.strided and not (thing.is_meta or isinstance(thing, nn.Parameter)):
+            if thing.numel() <= most:
+                self._put_back.append(partial(_rewrite, thing, thing.detach().clone()))
 
 
 def _keeps_nothing(home: str) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import seqtile
+import support.tiny
 from seqtile.models.first_step import outcome_of
 from support.tiny import CHUNK, batch_of, build
 
@@ -47,6 +48,23 @@ class Noting(nn.Module):
 class NotingOfClass(Noting):
     def noted(self, x: torch.Tensor) -> None:
         self.of_class.append(1)
+        type(self).number += 1
+
+    number = 0
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.number = 0
+        cls.of_class.clear()
+
+
+class NotingInAParameter(Noting):
+    def __init__(self, note: None):
+        super().__init__(note)
+        self.kept = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def noted(self, x: torch.Tensor) -> None:
+        self.kept.data.add_(1)
 
 
 class NotingByDefault(Noting):
@@ -105,8 +123,8 @@ PUT_BACK = {  # an activation, and what it has noted
     ),
     "Python's generator": (noting(lambda: random.Random(0), lambda kept, x: kept.random()), random.Random.getstate),
     "numpy's generator": (of_numpy, lambda kept: numpy.random.get_state()[2]),
-    "globals": (lambda: Noting(in_globals), lambda kept: (CALLS.clear(), globals().update(TOTAL=0), kept)),
-    "a closure": (in_a_closure, str),
+    "a number of its class": (lambda: NotingOfClass(None), lambda kept: (NotingOfClass.number, NotingOfClass.reset())),
+    "its parameter": (lambda: NotingInAParameter(None), torch.Tensor.tolist),
     "its class": (lambda: NotingOfClass(None), lambda kept: (len(Noting.of_class), Noting.of_class.clear())),
     "a default": (lambda: NotingByDefault(None), lambda kept: (kept, NotingByDefault.noted.__defaults__[0].clear())),
     "a partial": (lambda: Noting(partial(by_argument, [])), str),
@@ -132,6 +150,29 @@ def test_what_can_be_put_back(case: str) -> None:
         assert not check or "equal the untiled model's" in outcome_of(model), outcome_of(model)
         noted.append(look(act.kept))
     assert noted[0] == noted[1]
+
+
+LOST_BY = {
+    "globals": lambda: Noting(in_globals),
+    "a closure": in_a_closure,
+    "a module's number": lambda: Noting(lambda act, x: setattr(support.tiny, "CALLS", 1)),
+    "a class's number": lambda: Noting(lambda act, x: setattr(SimpleCounts, "number", 1)),
+    "the system's generator": noting(random.SystemRandom, lambda kept, x: kept.random()),
+}
+
+
+class SimpleCounts:
+    number = 0
+
+
+@pytest.mark.full("0.2 s each", but=("a closure",))
+@pytest.mark.parametrize("case", LOST_BY)
+def test_what_users_functions_set_elsewhere_is_not_compared(case: str) -> None:
+    act = LOST_BY[case]()
+    assert outcome_of(stepped(act)).startswith(
+        "not compared: model.layers.0.mlp.act_fn is a Noting that may keep state"
+    )
+    assert (act.calls, act.total) == (1, 1)
 
 
 class Holding(nn.Identity):

@@ -1,10 +1,10 @@
 """What a model keeps, put back after each run of the comparison, which calls its modules a few times more.
 
-put back   attributes, buffers, tensors and generators of random numbers of modules; of what users' undeclared modules
-           and functions hold or name also the contents of lists, dicts, sets and deques; variables of these functions,
-           their closures' and global ones
-lost       any other object that a user's undeclared module or function holds or names, such as a file or an
-           iterator: the step is not compared
+put back   attributes, buffers, tensors and generators of random numbers of modules; of users' undeclared modules also
+           their own parameters, plain attributes of their classes, and the contents of lists, dicts, sets and deques
+lost       any other object that a user's undeclared module or function holds or names, such as a file, an iterator or
+           a Python module of the user's, and variables that a function of the user's sets outside of itself: the step
+           is not compared
 """
 
 import enum
@@ -12,12 +12,12 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from dis import get_instructions
 from functools import partial
 from gc import get_referents
 from itertools import chain
-from math import inf
 from operator import is_
-from types import BuiltinMethodType, FunctionType, GenericAlias, MethodType, ModuleType, UnionType
+from types import BuiltinMethodType, CodeType, FunctionType, GenericAlias, MethodType, ModuleType, UnionType
 from typing import Any
 from weakref import ref
 
@@ -29,14 +29,14 @@ from seqtile.declared import is_declared
 from seqtile.models.hooks import hooks_of
 from seqtile.models.known import is_known_home
 from seqtile.models.placement import class_of, computed_forward, home_of
-from seqtile.ops.state import default_generators, generator_of, is_kept, named_by, names_in
+from seqtile.ops.state import default_generators, generator_of, is_kept, names_in
 
 SMALL = 2**22  # largest parameter whose gradient is compared, and largest buffer that is put back, in elements
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)  # these types, no subclasses
 _HOLDING = (tuple, frozenset, partial, MethodType, BuiltinMethodType, property, staticmethod, classmethod)
-_CONSTANT = (int, float, complex, str, bytes, range, slice, enum.Enum, type(None), type(...), type, ModuleType, ref)
+_CONSTANT = (int, float, complex, str, bytes, range, slice, enum.Enum, type(None), type(...), ref)
 _CONSTANT += (PretrainedConfig, GenericAlias, UnionType)
-_KEEPING_NOTHING = ("_abc", "functools", "inspect", "logging", "pathlib", "re", "typing")
+_KEEPING_NOTHING = tuple("_abc builtins functools inspect logging math numpy pathlib random re time typing".split())
 _LEFT_OUT = vars(nn.Module()).keys() - {"_buffers", "_modules"}  # such as hooks, which are not called
 
 
@@ -56,10 +56,12 @@ class State:
         held = chain.from_iterable(map(dict.values, map(vars, model.modules())))
         held = [each for one in held for each in (one.values() if type(one) is dict else (one,)) if is_kept(each)]
         for kept in (*model.buffers(), *held, *of_process):
-            self._keep(kept, SMALL)
+            if not isinstance(kept, torch.Tensor) or kept.numel() <= SMALL:
+                self._keep(kept)
         for device in {parameter.device for parameter in model.parameters()}:
             self._put_back += [generator.put_back for generator in default_generators(device)]
-        self._seen: dict[int, Any] = {id(module): module for module in model.modules()}
+        kinds = chain.from_iterable(type(module).__mro__ for module in model.modules())
+        self._seen: dict[int, Any] = {id(each): each for each in (*model.modules(), *kinds)}
         self.lost = list(self._lost_in(model))
         """What cannot be put back: modules, and the names in which each may keep state."""
 
@@ -76,11 +78,14 @@ class State:
             if module in declared:
                 continue
             classes = [cls for cls in type(module).__mro__ if not is_known_home(cls.__module__)]
-            held = {
-                name: each for cls in reversed(classes) for name, each in vars(cls).items() if not name.startswith("__")
-            }
+            held = {}
+            for cls in reversed(classes):
+                of_class = {name: each for name, each in vars(cls).items() if not name.startswith("__")}
+                plain = [(name, each) for name, each in of_class.items() if isinstance(each, _CONSTANT)]
+                self._put_back += [partial(setattr, cls, name, each) for name, each in plain]
+                held |= of_class
             held["forward"] = computed_forward(module)
-            own = vars(module).items()
+            own = (vars(module) | module._parameters if classes else vars(module)).items()
             held |= {name: each for name, each in own if name not in _LEFT_OUT and (classes or callable(each))}
             for name, each in held.items():
                 if not self._is_put_back(each):
@@ -93,16 +98,16 @@ class State:
             return True
         self._seen[id(thing)] = thing  # kept alive, so that its id stays unique
         if is_kept(thing):
-            self._keep(thing)
-            return True
+            return self._keep(thing)
+        if isinstance(thing, type | ModuleType):
+            return _keeps_nothing(thing.__name__ if isinstance(thing, ModuleType) else thing.__module__)
         if isinstance(thing, FunctionType):
             if is_known_home(home_of(thing)):
                 return True
-            inside, shared = named_by(thing).values(), thing.__globals__
-            names = names_in(thing.__code__) & shared.keys()
-            self._put_back.append(partial(shared.update, {name: shared[name] for name in names}))
-            for cell in thing.__closure__ or ():
-                self._put_back += [partial(setattr, cell, "cell_contents", value) for value in get_referents(cell)]
+            if _sets_others_variables(thing.__code__):
+                return False
+            named = (thing.__globals__.get(name) for name in names_in(thing.__code__))
+            inside = [*named, thing.__defaults__, thing.__kwdefaults__, *map(get_referents, thing.__closure__ or ())]
         elif type(thing) in _CONTAINERS:
             self._put_back.append(partial(_refill, thing, copy(thing)))
             inside = _parts(thing)
@@ -113,18 +118,32 @@ class State:
             return isinstance(thing, _CONSTANT) or keeps_nothing
         return all([self._is_put_back(each) for each in inside])
 
-    def _keep(self, thing: Any, most: float = inf) -> None:
-        """Notes the value of a tensor of at most so many elements, or the state of a generator."""
-        if not isinstance(thing, torch.Tensor):
-            self._put_back.append(generator_of("", thing).put_back)
-        elif thing.layout is torch.strided and not (thing.is_meta or isinstance(thing, nn.Parameter)):
-            if thing.numel() <= most:
+    def _keep(self, thing: Any) -> bool:
+        """Notes the value of a tensor or the state of a generator. Returns whether it can be put back."""
+        if isinstance(thing, torch.Tensor):
+            is_plain = thing.layout is torch.strided and not thing.is_meta and 0 not in thing.stride()
+            if is_plain:
                 self._put_back.append(partial(_rewrite, thing, thing.detach().clone()))
+            return is_plain
+        try:
+            self._put_back.append(generator_of("", thing).put_back)
+        except NotImplementedError:  # the system's
+            return False
+        return True
+
+
+def _sets_others_variables(code: CodeType) -> bool:
+    """Returns whether code sets global variables, or those of a function around it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    sets = (each for each in get_instructions(code) if each.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+    own = any(each.opname == "STORE_GLOBAL" or each.argval in code.co_freevars for each in sets)
+    return own or any(map(_sets_others_variables, inner))
 
 
 def _keeps_nothing(home: str) -> bool:
-    """Returns whether objects of the classes of a Python module keep nothing of a forward."""
-    return home in _KEEPING_NOTHING or (is_known_home(home) and not home.startswith("torch.utils.tensorboard"))
+    """Returns whether a Python module, or objects of its classes, keep nothing of a forward."""
+    is_known = is_known_home(home) and not home.startswith("torch.utils.tensorboard")
+    return is_known or home.split(".")[0] in _KEEPING_NOTHING
 
 
 def _parts(container: Any) -> Iterable[Any]:
@@ -138,5 +157,7 @@ def _refill(container: Any, before: Any) -> None:
 
 
 def _rewrite(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    if not torch.equal(tensor, before):  # writing equal values would still count as a change
+    if tensor.shape != before.shape:
+        tensor.data = before.clone()
+    elif not torch.equal(tensor, before):  # writing equal values would still count as a change
         tensor.copy_(before)

@@ -139,7 +139,7 @@ def stepped(act: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.full("0.2 s each", but=("a dict of lists", "a closure"))
+@pytest.mark.full("0.2 s each", but=("a dict of lists", "its parameter"))
 @pytest.mark.parametrize("case", PUT_BACK)
 def test_what_can_be_put_back(case: str) -> None:
     made, look = PUT_BACK[case]

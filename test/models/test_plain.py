@@ -229,7 +229,7 @@ def test_called_as_it_is(name: str, mode: str) -> None:
         status = seqtile.status(tiled)
         mlp = tiled.model.layers[0].mlp
         assert reason in mlp_unfused_reason(mlp, gated_form(original_forward(mlp)) or original_forward(mlp))
-        is_known = name in ("a function mode", "learned LoRA scaling")
+        is_known = name == "learned LoRA scaling"
         reasons = [part and (part.reason if is_known else part.untiled_reason) for part in (status.mlp, status.layer)]
         assert reasons[0] and (is_known or __name__ in reasons[0] or "torch" in reasons[0])
         assert ((status.loss.reason or status.loss.untiled_reason) is not None) == of_head

@@ -31,6 +31,8 @@ _HARMLESS = (
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
 )
+# Where torch writes the wrappers of its own decorators, such as no_grad and autocast.
+_WRAPPING = ("torch._dynamo.eval_frame", "torch.utils._contextlib", "torch.amp.autocast_mode")
 _RECORDING = "transformers.utils.output_capturing."
 # Of PEFT only what makes the embeddings' output require a gradient. Its other hooks hand over what belongs to rows or
 # positions (mixed adapter batches, Poly, aLoRA, X-LoRA), or must see whole inputs (EVA, CorDA, LoRA-GA).
@@ -92,7 +94,7 @@ def innermost(function: Any) -> Any:
         while (inner := getattr(function, "func" if isinstance(function, partial) else "__func__", None)) is not None:
             function = inner
         package = getattr(function, "__globals__", {}).get("__name__")
-        if package == "torch._dynamo.eval_frame" and hasattr(function, "__wrapped__"):
+        if package in _WRAPPING and hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         elif package == "deepspeed.utils.nvtx" and function.__closure__:
             function = function.__closure__[0].cell_contents

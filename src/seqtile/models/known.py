@@ -9,9 +9,10 @@ Nothing is called or copied: classes, functions and hooks are recognised by wher
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dis import get_instructions
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from seqtile.declared import is_declared
 from seqtile.models.hooks import defining_path, innermost, unknown_hook
 from seqtile.models.placement import class_of, computed_forward, decorated, home_of
-from seqtile.models.weights import PARAMETRIZATIONS, is_one_of, named
+from seqtile.models.weights import PARAMETRIZATIONS, function_modes, is_one_of, named
 from seqtile.ops.state import names_in
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -40,7 +41,12 @@ _CLASSES = frozenset(Path(__file__).with_name("known_layers.txt").read_text().sp
 transformers' quantisation, by their full names. Each was found by reading its forward. Whatever else they have may look
 at other tokens, as some of it does."""
 _ACTIVATIONS = {name.rpartition(".")[2] for name in _CLASSES if name.startswith("torch.nn.modules.activation.")}
-_FUNCTIONS = {name.lower() for name in _ACTIVATIONS} | {"leaky_relu", "linear"}
+_FUNCTIONS = {name.lower() for name in _ACTIVATIONS} | {"leaky_relu"}
+CALLED = (  # by PyTorch's modules, by Hugging Face's code, or by a call of any module
+    *((F, name) for name in "linear silu gelu relu dropout layer_norm rms_norm softmax".split()),
+    *((torch, name) for name in ("sigmoid", "tanh")),
+    *((nn.Module, name) for name in ("__call__", "_call_impl")),
+)
 _ONE_SCALE = "takes one scale over all its tokens"
 _DRAWS = "draws once for all its tokens"
 _GENERATOR = "draws from a generator that it keeps"
@@ -57,8 +63,8 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
         return None
     if (hook := unknown_hook(None)) is not None:
         return f"every module has a hook, {named(hook)}, {_UNKNOWN}"
-    for function in (F.linear, F.silu, F.gelu, nn.Module.__call__, nn.Module._call_impl):
-        if not _is_known_function(function):
+    for function in (*(getattr(*each) for each in CALLED), *map(type, function_modes())):
+        if not (is_known_home(_home_of(function)) or is_declared(function)):
             return f"PyTorch calls {named(function)}, {_UNKNOWN}"
     for place, module, maker, is_inside_declared in _walk(root, name):
         its = f"its {place}" if place else "it"
@@ -106,14 +112,18 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
             return refusal
         if not _is_known_class(cls, module, maker):
             return f"is a {named(cls)}, {_UNKNOWN}"
-        functions = {"forward": (forward := computed_forward(module))}
-        functions |= {} if cls.__module__.startswith("torch.") else _called_by(forward)
+        functions = {"forward": (forward := computed_forward(module)), "__call__": type(module).__call__}
+        if not cls.__module__.startswith("torch."):
+            functions |= _called_by(forward) | _experts_function(module)
+        for base in cls.__mro__ if _is_of(module, *HUGGING_FACE) else ():
+            functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
     functions |= {name: value for name, value in vars(module).items() if callable(value)}
     for name, function in functions.items():
-        if not isinstance(function, type) and not _is_known_function(function):
+        if not isinstance(function, type) and not _is_known_function(function, module):
             return f"has {named(function)} as its {name}, {_UNKNOWN}"
-    hook = vars(module).get("_hf_hook")  # Accelerate's, which calls it from a forward of its own
-    for each in getattr(hook, "hooks", (hook,)):
+    hooks = [vars(module).get("_hf_hook")]  # Accelerate's, which calls it from a forward of its own
+    for each in hooks:
+        hooks += getattr(each, "hooks", ())
         if each is not None and type(each).__module__.split(".")[0] != "accelerate":
             return f"has Accelerate call {named(type(each))}, {_UNKNOWN}"
     return None
@@ -133,29 +143,58 @@ def _is_known_class(cls: type, module: nn.Module, maker: nn.Module | None) -> bo
     return package == "seqtile" or is_of_library(cls.__module__)
 
 
-def _is_known_function(function: Callable) -> bool:
-    if is_declared(function):
+def _is_known_function(function: Any, owner: nn.Module) -> bool:
+    """Returns whether what a module calls is known or declared: a function, a partial with all that it is given, a
+    method of another module, a module."""
+    inner, bound = innermost(function), getattr(function, "__self__", None)
+    if is_declared(function) or is_declared(inner):
         return True
-    function = innermost(function)
-    if isinstance(function, nn.Module):
-        home = class_of(function).__module__
-        return "forward" not in vars(function) and (is_known_home(home) or home == "kernels.layer.layer")
-    if isinstance(function, BuiltinFunctionType):  # such as torch.tanh
-        home = getattr(function, "__module__", None) or type(function.__self__).__module__
-    else:
-        home = home_of(decorated(function))
+    if isinstance(function, partial):
+        given = filter(callable, (*function.args, *function.keywords.values()))
+        if not all(isinstance(each, type) or each is owner or _is_known_function(each, owner) for each in given):
+            return False
+    for each in (inner, bound):
+        if isinstance(each, nn.Module) and each is not owner and class_of(each).__module__ != "kernels.layer.layer":
+            return unknown_in(each, "its") is None
+    if isinstance(inner, nn.Module):  # the kernels package makes modules of functions
+        return "forward" not in vars(inner)
+    home = _home_of(inner)
     if home.split(".")[0] == "torch":
-        return home.startswith(_OF_TORCHS_OWN) or getattr(function, "__name__", "") in _FUNCTIONS
+        return home.startswith(_OF_TORCHS_OWN) or getattr(inner, "__name__", "") in _FUNCTIONS
     return is_known_home(home)
 
 
+def _home_of(function: Any) -> str:
+    """Returns the name of the Python module in which a function or a class was written."""
+    function = innermost(function)
+    if isinstance(function, type | BuiltinFunctionType):  # such as torch.tanh
+        return function.__module__ or type(function.__self__).__module__
+    if type(function).__module__ == "functools":  # a cache
+        function = function.__wrapped__
+    return home_of(decorated(function))
+
+
 def _called_by(forward: Any) -> dict[str, Any]:
-    """Returns what a forward calls by a global name, such as its rotary embedding, but not attention's function, which
-    gets all tokens."""
-    code = getattr(forward, "__code__", None)
-    read = () if code is None else (each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL")
-    found = {name: forward.__globals__.get(name) for name in read if name != "eager_attention_forward"}
-    return {name: value for name, value in found.items() if callable(value)}
+    """Returns what a forward, and the functions of its file that it calls, call by a global name, such as the rotary
+    embedding, but not attention's function, which gets all tokens."""
+    found: dict[str, Any] = {}
+    waiting = [forward]
+    while waiting:
+        function = decorated(waiting.pop())
+        code = getattr(function, "__code__", None)
+        read = () if code is None else (each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL")
+        for name in {*read} - {*found, "eager_attention_forward"}:
+            if callable(value := function.__globals__.get(name)):
+                found[name] = value
+                waiting += [value] if getattr(value, "__globals__", None) is function.__globals__ else []
+    return found
+
+
+def _experts_function(module: nn.Module) -> dict[str, Any]:
+    """Returns the function of Hugging Face's registry that computes a mixture's experts."""
+    registry = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", {})
+    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return {"experts_implementation": registry[name]} if name in registry else {}
 
 
 @cache
@@ -197,7 +236,8 @@ def refusal_of(module: nn.Module) -> str | None:
     condition = _CONDITIONS.get(name, _adapters_reason if name.startswith("peft.") else None)
     if condition is not None and (reason := condition(module)) is not None:
         return f"is a {name} {reason}"
-    weights = (weight for weight in module._parameters.values() if weight is not None)
+    held = (*module._parameters.values(), *module._buffers.values())
+    weights = (weight for weight in held if weight is not None)
     return next((reason for weight in weights if (reason := _weight_refusal(weight)) is not None), None)
 
 

@@ -11,7 +11,7 @@ from seqtile.models.hooks import defining_path
 from seqtile.models.layer_form import is_llamas_norm
 from seqtile.models.placement import Options, computed_forward
 from seqtile.models.verdict import Verdict
-from seqtile.models.weights import call_unfused_reason, named, process_unfused_reason
+from seqtile.models.weights import call_unfused_reason, is_plain, named, process_unfused_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
 from seqtile.ops.rms_norm import rms_norm
@@ -27,7 +27,8 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if fits or hidden_states.dim() != 3 or process_unfused_reason() is not None:
+        is_readable = is_plain(self._parameters.get("weight")) and process_unfused_reason() is None
+        if fits or hidden_states.dim() != 3 or not is_readable:
             return original(self, hidden_states)
         weight, eps = read_norm(self)
         return rms_norm(hidden_states, weight, eps, _output_dtype(self, hidden_states.dtype))
@@ -69,6 +70,8 @@ def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = 
     if not _is_norm(norm):
         own = "forward" in vars(norm)
         return f"{name} has a forward of its own" if own else f"{name} is a {named(type(norm))}"
+    if not is_plain(weight := norm._parameters.get("weight")):
+        return f"{name}.weight is a {named(type(weight))}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
     # FSDP2 may gather a shard in another dtype.

@@ -335,7 +335,7 @@ def decorated(forward: Callable) -> Callable:
 def home_of(function: Callable) -> str:
     """Returns the name of the module in which a function was written."""
     namespace = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
-    return namespace["__name__"]
+    return namespace.get("__name__", "")
 
 
 def name_of(owner: Owner) -> str:

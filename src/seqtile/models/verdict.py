@@ -16,13 +16,13 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import linear as linear_module
 from transformers.utils import logging
 
 from seqtile.declared import tokenwise
 from seqtile.models.hooks import hooks_of
+from seqtile.models.known import CALLED
 from seqtile.models.placement import placement_of
 from seqtile.ops.save_early import saved_unseen
 
@@ -30,10 +30,9 @@ logger = logging.get_logger(__name__)
 _END = object()
 _DTYPE = attrgetter("dtype")
 _OF_TORCH = (
-    *((nn.Module, name) for name in ("__call__", "_call_impl")),
+    *CALLED,
     (nn.Linear, "forward"),
     (linear_module, "F"),
-    *((F, name) for name in ("linear", "silu", "gelu")),
     *((torch._C._nn, name) for name in ("linear", "gelu")),
 )
 

@@ -193,15 +193,22 @@ def projection_unfused_reason(name: str, module: nn.Module | None, dtype: torch.
     computes_in = computing_dtype(layers.base) if is_quantised(layers.base) else None
     if computes_in is not None and dtype not in (None, computes_in):
         return f"{name} computes in {computes_in}, where its input is in {dtype}"
+    if not is_plain(bias := layers.base._parameters.get("bias")):
+        return f"{name}.bias is a {named(type(bias))}"
     plain = layers[is_quantised(layers.base) : 3]
     for weight in (seen_weight(layer) for layer in plain if layer is not None):
-        if type(weight) not in _PLAIN and not isinstance(weight, DTensor):
+        if not is_plain(weight):
             return f"{name}.weight is a {named(type(weight))}"
         if weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"
         if 0 in getattr(weight, "ds_shape", weight.shape):  # such as the weight of no shared expert
             return f"{name}.weight has no elements"
     return None
+
+
+def is_plain(tensor: torch.Tensor | None) -> bool:
+    """Returns whether a tensor is of no class but PyTorch's, or there is none."""
+    return tensor is None or type(tensor) in _PLAIN or isinstance(tensor, DTensor)
 
 
 def own_weights(module: nn.Module) -> list[torch.Tensor]:

@@ -266,20 +266,18 @@ def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict
 
 def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
     form = layer_form_of(layer)
+    if isinstance(form, LayerForm):  # whose attention's own forward is skipped, so nothing may watch that
+        changed = module_unfused_reason(layer.self_attn, recording=False)
+        form = module_call_reason() or (f"its attention {changed}" if changed else form)
     reason = form if isinstance(form, str) else next(filter(None, _reasons(form, layer, dtype)), None)
     if reason is None:
         return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
     if (unknown := unknown_in(layer)) is not None:
         return left_untiled(layer, unknown)
-    if isinstance(form, LayerForm):  # whose attention's own forward is skipped, so nothing may watch that
-        changed = module_unfused_reason(layer.self_attn, recording=False)
-        form = module_call_reason() or (f"its attention {changed}" if changed else form)
-    if isinstance(form, LayerForm):
-        in_chunks, of_llama = _called_parts(layer), form
-    elif (refusal := any_layer_refusal(layer)) is not None:
-        return Verdict("untiled", f"{form}, and {refusal}", tileable=False)
-    else:
-        in_chunks, of_llama, reason = (InChunks(layer=layer),), None, form
+    of_llama = form if isinstance(form, LayerForm) else None
+    if of_llama is None and (refusal := any_layer_refusal(layer)) is not None:
+        return Verdict("untiled", f"{reason}, and {refusal}", tileable=False)
+    in_chunks = (InChunks(layer=layer),) if of_llama is None else _called_parts(layer)
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
     return Verdict("chunked", reason, form=of_llama, sparsity=sparsity, in_chunks=in_chunks)
@@ -304,21 +302,17 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
     """Yields, for each part of a layer of Llama's shape, why it cannot be fused, or None."""
     attention, mlp = layer.self_attn, layer.mlp
     yield process_unfused_reason()
-    if (reason := module_unfused_reason(attention, recording=False)) is not None:
-        yield f"its attention {reason}"
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield norm_unfused_reason(name, getattr(layer, name), dtype)
     for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
         yield norm_unfused_reason(name, getattr(attention, name), dtype)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         yield projection_unfused_reason(name, getattr(attention, name), dtype)
-    if gated_form(computed_forward(mlp)) is None:
-        yield "its MLP has a forward of its own"
     if (reason := call_unfused_reason(mlp)) is not None:
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
-    forward = original_forward(mlp)
+    forward = computed_forward(mlp)
     yield mlp_unfused_reason(mlp, gated_form(forward) or forward, dtype)
 
 

@@ -53,7 +53,7 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 def _is_norm(module: nn.Module) -> bool:
     """Returns whether a module is Llama's RMSNorm, or Liger's with the settings of Llama's."""
     if defining_path(forward := computed_forward(module)) == _LIGERS_NORM:
-        return not module.offset and module.casting_mode == "llama"
+        return not getattr(module, "offset", 0) and getattr(module, "casting_mode", "llama") == "llama"
     return is_llamas_norm(forward)
 
 

@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         "proof: what is remembered of a file holds for any config",
         "_Origin.is_known",
-        "return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))",
+        "return self.meaning in meanings or (of_any_config and bool(meanings))",
         "return bool(meanings)",
         TYPES,
         select="other_sizes or not_remembered",

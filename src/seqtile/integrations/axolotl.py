@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
 from seqtile.fitting import fit
@@ -39,24 +39,22 @@ _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd"
 class SeqtileArgs(BaseModel):
     """seqtile's options in a YAML of Axolotl's."""
 
-    seqtile: bool | None = Field(default=None, description="Compute the loss and the MLPs in chunks of the sequence.")
-    seqtile_layer: bool | None = Field(default=None, description="Also the rest of each layer except attention.")
-    seqtile_head_groups: int | str | None = Field(
-        default=None, description="With seqtile_layer: the number of groups of kv heads in attention, or auto."
-    )
-    seqtile_offload: bool | None = Field(
-        default=None, description="Keep the layers' inputs in host memory; needs gradient_checkpointing: false."
-    )
-    seqtile_fit: bool | None = Field(
-        default=None, description="Choose the cheapest of these with which sequence_len fits on one GPU."
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)  # as descriptions
 
-    seqtile_share_prefixes: bool | int | None = Field(
-        default=None, description="Compute prefixes that rows share once; a number: the shortest one, in tokens."
-    )
-    seqtile_sequence_parallel: int | None = Field(
-        default=None, description="Spread each sequence over this many GPUs; instead of context_parallel_size."
-    )
+    seqtile: bool | None = None
+    """Compute the loss and the MLPs in chunks of the sequence."""
+    seqtile_layer: bool | None = None
+    """Also the rest of each layer except attention."""
+    seqtile_head_groups: int | str | None = None
+    """With seqtile_layer: the number of groups of kv heads in attention, or auto."""
+    seqtile_offload: bool | None = None
+    """Keep the layers' inputs in host memory; needs gradient_checkpointing: false."""
+    seqtile_fit: bool | None = None
+    """Choose the cheapest of these with which sequence_len fits on one GPU."""
+    seqtile_share_prefixes: bool | int | None = None
+    """Compute prefixes that rows share once; a number: the shortest one, in tokens."""
+    seqtile_sequence_parallel: int | None = None
+    """Spread each sequence over this many GPUs; instead of context_parallel_size."""
 
     @model_validator(mode="after")
     def check_seqtile(self) -> "SeqtileArgs":

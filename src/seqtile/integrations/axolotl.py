@@ -21,15 +21,10 @@ from seqtile.sp import SequenceParallelTrainerMixin, initialize
 _COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
 _OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 """Options of Axolotl's that replace the forwards of MLPs and of attention; on by default under LoRA."""
-_SHARING = (
-    "context_parallel_size",
-    "sequence_parallel_degree",
-    "rl",
-    "reward_model",
-    "process_reward_model",
-    "trainer_cls",
-)
-"""Options that also spread sequences over GPUs, or that choose another trainer."""
+_SHARING = ("context_parallel_size", "sequence_parallel_degree")
+"""Options that also spread sequences over GPUs."""
+_TRAINERS = ("rl", "reward_model", "process_reward_model", "trainer_cls")
+"""Options that choose another trainer."""
 _NOT_CHOSEN = ("seqtile", "seqtile_fit", "seqtile_share_prefixes", "seqtile_sequence_parallel")
 """Options that seqtile_fit does not choose."""
 _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
@@ -68,7 +63,7 @@ class SeqtileArgs(BaseModel):
             raise ValueError(f"seqtile: true and {others[0]} tile the same part of a model; leave one out")
         if self.seqtile_fit and chosen:
             raise ValueError(f"seqtile_fit chooses {chosen[0]}; leave one out")
-        taken = [name for name in _SHARING if getattr(self, name, None) not in (None, False, 1)]
+        taken = [name for name in (*_SHARING, *_TRAINERS) if getattr(self, name, None) not in (None, False, 1)]
         if self.seqtile_sequence_parallel and taken:
             raise ValueError(f"seqtile_sequence_parallel: expected Axolotl's own trainer, without {taken[0]}")
         if self.seqtile_head_groups and not self.seqtile_layer:

@@ -94,18 +94,15 @@ def load_model(model: str, config: PreTrainedConfig, asked_by: str = "--model") 
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with read_of(f"{asked_by}: the weights of {model}"):
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
+    wrong, missing = "", sorted(found["missing_keys"])
     if found["mismatched_keys"]:
         weight, here, expected = min(found["mismatched_keys"])
-        raise ValueError(
-            f"{asked_by}: {weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)}; "
-            "pass a model whose weights and config.json belong together"
-        )
-    if missing := sorted(found["missing_keys"]):
+        wrong = f"{weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)};"
+    elif missing:
         named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-        raise ValueError(
-            f"{asked_by}: the weights of {model} lack {named}; get its files again, or pass a model whose weights and "
-            "config.json belong together"
-        )
+        wrong = f"the weights of {model} lack {named}; get its files again, or"
+    if wrong:
+        raise ValueError(f"{asked_by}: {wrong} pass a model whose weights and config.json belong together")
     return loaded
 
 

@@ -133,9 +133,7 @@ class Training:
     def shards(self) -> list[torch.Tensor]:
         """Returns this rank's part of each parameter."""
         parameters = self.unwrapped.parameters()
-        return [
-            each.to_local() if isinstance(each, DTensor) else getattr(each, "ds_tensor", each) for each in parameters
-        ]
+        return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
 
     def save(self, directory: Path) -> None:
         """Saves weights, optimizer and every rank's random states in a new directory."""
@@ -183,6 +181,9 @@ class Zero3(Training):
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
+
+    def shards(self) -> list[torch.Tensor]:
+        return [parameter.ds_tensor for parameter in self.unwrapped.parameters()]
 
     def save(self, directory: Path) -> None:
         states = {"random": random_states()}

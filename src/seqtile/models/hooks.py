@@ -69,14 +69,8 @@ def each_hook(module: nn.Module | None) -> Iterator[Callable]:
 def unknown_hook(module: nn.Module | None) -> Callable | None:
     """Returns the first hook of a module, or without a module the first global hook, that is neither known nor
     declared."""
-    return next(
-        (
-            hook
-            for hook in each_hook(module)
-            if not (is_known(hook) or is_declared(hook) or is_declared(innermost(hook)))
-        ),
-        None,
-    )
+    unknown = (hook for hook in each_hook(module) if not is_known(hook) and not is_declared(hook))
+    return next((hook for hook in unknown if not is_declared(innermost(hook))), None)
 
 
 def is_known(hook: Callable) -> bool:

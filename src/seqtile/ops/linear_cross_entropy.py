@@ -22,8 +22,7 @@ from seqtile.ops.checks import (
     check_shape,
     values_known,
 )
-from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
-from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk
 from seqtile.ops.reduction import labelled_rows, reduced, scatter_to_tokens
 from seqtile.ops.tensor_likes import dispatched
 
@@ -201,18 +200,10 @@ def prepare_head(
         check_class_weight(op, class_weight, hidden, weight.shape[0])
     own_dtype = head.dtype if head.dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
     dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
-    spec = RowLossSpec(
-        op,
-        cross_entropies,
-        (options,),
-        (head.dtype,),
-        resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
-        is_trial(),
-        values=tuple(dtypes.get(name) for name in Values._fields[1:]),
-        differentiable=3,
-        accumulate_dtype=accumulate_dtype or own_dtype,
-    )
-    return ChunkedHeads(spec, (head,), (target,), class_weight=class_weight)
+    more = {"differentiable": 3, "accumulate_dtype": accumulate_dtype or own_dtype}
+    more["values"] = tuple(dtypes.get(name) for name in Values._fields[1:])
+    chunked = ChunkedHeads.make((head,), (target,), chunk_tokens, op, cross_entropies, (options,), **more)
+    return chunked._replace(class_weight=class_weight)
 
 
 def cross_entropies(options: Sequence[LossOptions], chunk: LogitChunk) -> None:

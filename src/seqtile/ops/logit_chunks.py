@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels import LossOptions
 from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
-from seqtile.ops.chunks import chunks, to_be_filled
+from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
 
 # For few rows MKL sums the products one by one in float32: with a real model's 49,152 words the error is 9e-5.
@@ -165,6 +165,15 @@ class ChunkedHeads(NamedTuple):
     @property
     def tensors(self) -> list[torch.Tensor | None]:
         return [*(tensor for head in self.heads for tensor in head), self.rows, self.class_weight, *self.inputs]
+
+    @classmethod
+    def make(
+        cls, heads: tuple[Head, ...], inputs: tuple[Any, ...], chunk_tokens: int | None, *spec: Any, **more: Any
+    ) -> "ChunkedHeads":
+        """Returns heads that run in chunks of `chunk_tokens`, by default of max(2048, D). `spec` begins with the first
+        three fields of `RowLossSpec`; `more` are its optional ones."""
+        size = resolve_chunk_tokens(chunk_tokens, max(head.hidden.shape[-1] for head in heads))
+        return cls(RowLossSpec(*spec, tuple(head.dtype for head in heads), size, is_trial(), **more), heads, inputs)
 
     @classmethod
     def of(cls, spec: RowLossSpec, tensors: Sequence[torch.Tensor | None]) -> "ChunkedHeads":

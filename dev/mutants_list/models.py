@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "in chunks: all of a part is in the dtype of what FSDP2 shards inside of it",
-        "_without_casts",
+        "_inside_hooks",
         "cast_forward_inputs=False, output_dtype=None",
         "output_dtype=None",
         CHUNKED,
@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(
         "lazy logits: a weight that changed past its version is not noticed",
         "AtForward.check",
-        "_differs(_sample(weight), sample)",
-        "_differs(sample, sample)",
+        "_differs(_sample(weight), before.copy)",
+        "_differs(before.copy, before.copy)",
         LAZY_LOGITS,
         select="late_read",
     ),

@@ -11,7 +11,7 @@ a dict of its own; what it recorded leaves the tiled function as further outputs
     the whole                              the same tree,             {"router_logits": [[B * S, E]]}
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.gathered import hooks_in_loop, silent
 from seqtile.models.snapshot import Snapshot, dicts_of, exchanged
-from seqtile.models.weights import function_modes, leaves_of
+from seqtile.models.weights import function_modes, leaves_of, named
 from seqtile.ops.state import found_in, having
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
@@ -54,9 +54,11 @@ class InChunks:
         self._inside = [part for part in parts if part not in modules.values() and part not in made]
         # PEFT raises the version of a weight whenever it computes one with an adapter in its place
         self._rewritten = {id(part.get_param()) for part in parts if type(part).__name__ == "ParamWrapper"}
+        unused = {id(leaf) for part in parts for leaf in _of_inactive_adapters(part)}  # and may be trained meanwhile
+        self._rewritten |= unused
         self._dicts = [each for part in parts for each in dicts_of(part)]
         self._parameters = [part._parameters for part in parts]
-        self._leaves = [leaf for leaf in leaves_of(*modules.values()) if leaf.is_leaf]
+        self._leaves = [each for each in leaves_of(*modules.values()) if each.is_leaf and id(each) not in unused]
         found = found_in([(name, module, None) for name, module in modules.items()])
         self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]
 
@@ -106,7 +108,7 @@ class _Repeat:
 
     def __init__(self, function: Callable, modules: InChunks):
         self._function, self._modules, self._snapshot = function, modules, None
-        self._modes, self._hooks = function_modes(), hooks_in_loop()
+        self._hooks = hooks_in_loop()
         self._places = modules.computed() if torch.is_grad_enabled() else []
 
     @property
@@ -120,9 +122,8 @@ class _Repeat:
             self._snapshot = self._modules.snapshot(self._places)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        active, changed = function_modes(), [] if self._snapshot is None else self._snapshot.changed()
-        changed += ["the TorchFunctionModes"] if active and active != self._modes else []
-        if changed:
+        changed = [] if self._snapshot is None else self._snapshot.changed()
+        if changed := changed + [named(type(mode)) for mode in function_modes()]:  # there was none in the forward
             raise RuntimeError(
                 "a module is called chunk by chunk, in the forward and again in the backward, and what it computes has "
                 f"changed in between: {', '.join(changed)}; call backward() before that"
@@ -137,9 +138,16 @@ class _Repeat:
                 stack.enter_context(exchanged(weights))
             if self._hooks is not None:
                 stack.enter_context(silent(self._hooks))
-            for mode in self._modes if active != self._modes else ():
-                stack.enter_context(mode)
             return self._function(*tensors[:given])
+
+
+def _of_inactive_adapters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the parameters of a layer's adapters that are not active, which compute nothing."""
+    active = getattr(module, "active_adapters", None)
+    for held in module.children() if active is not None else ():
+        for name, leaf in held.named_parameters() if isinstance(held, nn.ModuleDict | nn.ParameterDict) else ():
+            if name.split(".")[0] not in active:
+                yield leaf
 
 
 def records_attentions() -> bool:

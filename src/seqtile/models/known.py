@@ -63,7 +63,9 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
         return None
     if (hook := unknown_hook(None)) is not None:
         return f"every module has a hook, {named(hook)}, {_UNKNOWN}"
-    for function in (*(getattr(*each) for each in CALLED), *map(type, function_modes())):
+    for mode in function_modes():
+        return f"the TorchFunctionMode {named(type(mode))} is active"
+    for function in (getattr(*each) for each in CALLED):
         if not (is_known_home(_home_of(function)) or is_declared(function)):
             return f"PyTorch calls {named(function)}, {_UNKNOWN}"
     for place, module, maker, is_inside_declared in _walk(root, name):

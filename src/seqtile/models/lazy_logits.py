@@ -278,7 +278,9 @@ class _Edge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (hidden,), needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        sums = weight_grads(ctx.leaves, needs[1:], ctx.main_grads)
+        # autograd drops the gradient of a leaf that is frozen by now
+        wanted = [need and leaf.requires_grad for need, leaf in zip(needs[1:], ctx.leaves, strict=True)]
+        sums = weight_grads(ctx.leaves, wanted, ctx.main_grads)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
         for reading in _reads_in(grad, ctx.recipe):

@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "in chunks: all of a part is in the dtype of what FSDP2 shards inside of it",
-        "_without_casts",
+        "_inside_hooks",
         "cast_forward_inputs=False, output_dtype=None",
         "output_dtype=None",
         CHUNKED,
@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         "proof: what is remembered of a file holds for any config",
         "_Origin.is_known",
-        "return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))",
+        "return self.meaning in meanings or (of_any_config and bool(meanings))",
         "return bool(meanings)",
         TYPES,
         select="other_sizes or not_remembered",
@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(
         "lazy logits: a weight that changed past its version is not noticed",
         "AtForward.check",
-        "_differs(_sample(weight), sample)",
-        "_differs(sample, sample)",
+        "_differs(_sample(weight), before.copy)",
+        "_differs(before.copy, before.copy)",
         LAZY_LOGITS,
         select="late_read",
     ),

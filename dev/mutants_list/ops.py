@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "loss: ignored tokens get a gradient",
         "ChunkedHeads._no_gradients",
-        "self._to_be_filled if self.rows is None else torch.zeros_like",
-        "self._to_be_filled if self.rows is None else torch.ones_like",
+        "partial(to_be_filled, trial=spec.trial) if self.rows is None else torch.zeros_like",
+        "partial(to_be_filled, trial=spec.trial) if self.rows is None else torch.ones_like",
         LOSS,
     ),
     Mutant(

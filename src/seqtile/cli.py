@@ -153,11 +153,17 @@ def plan(asked: PlanOptions) -> None:
     console = of_output()
     with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
         found = forecast(asked, status.update)
-    if asked.as_json:
-        print(json.dumps(figures(found), indent=2))
+    is_too_long = asked.seq_len is not None and not found.fits(asked.seq_len)
+    finish(figures(found) if asked.as_json else partial(print_forecast, found, console), is_too_long)
+
+
+def finish(result: Callable[[], None] | dict[str, Any] | list[Any], failed: bool) -> None:
+    """Prints a result: figures as JSON, or what a function prints; ends the command with 1 if it `failed`."""
+    if callable(result):
+        result()
     else:
-        print_forecast(found, console)
-    if asked.seq_len is not None and not found.fits(asked.seq_len):
+        print(json.dumps(result, indent=2))
+    if failed:
         raise typer.Exit(1)
 
 
@@ -175,12 +181,7 @@ def check(asked: CheckOptions) -> None:
     console = of_output()
     with errors_printed(console):
         report = run(asked)
-    if asked.as_json:
-        print(json.dumps(report.figures(), indent=2))
-    else:
-        print_report(report, console)
-    if report.differs:
-        raise typer.Exit(1)
+    finish(report.figures() if asked.as_json else partial(print_report, report, console), report.differs)
 
 
 @app.command()
@@ -197,14 +198,9 @@ def probe(
     console = of_output(highlight=False)
     with errors_printed(console), Console(stderr=True).status("") as status:
         rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
-    if as_json:
-        print(json.dumps(figures_of(rows), indent=2))
-    elif as_markdown:
-        print(markdown(rows))
-    else:
-        print_rows(rows, console)
-    if any(row.package == "seqtile" and row.verdict != "right" for row in rows):
-        raise typer.Exit(1)
+    printed = partial(print, markdown(rows)) if as_markdown else partial(print_rows, rows, console)
+    is_wrong = any(row.package == "seqtile" and row.verdict != "right" for row in rows)
+    finish(figures_of(rows) if as_json else printed, is_wrong)
 
 
 def print_rows(rows: list[Row], console: Console) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
-_MARK = "_seqtile_tokenwise"
+MARK = "_seqtile_tokenwise"
 _Thing = TypeVar("_Thing")
 latest: Any = None
 """Each declaration sets this to a new object. Kept verdicts compare it by identity, and are made anew."""
@@ -30,12 +30,12 @@ def tokenwise(thing: _Thing) -> _Thing:
     """
     global latest
     if not callable(thing):
-        raise TypeError(f"tokenwise: expected a class, a module, a function or a hook, got a {type(thing).__name__}")
+        raise TypeError(f"tokenwise: expected a class, a module, a function or a hook, got {thing!r}")
     mark = thing.__code__ if isinstance(thing, FunctionType) else True  # functools.wraps copies a function's attributes
     try:
         if isinstance(thing, partial):
             raise AttributeError
-        setattr(thing, _MARK, mark)
+        setattr(thing, MARK, mark)
     except (AttributeError, TypeError):
         thing = _Declared(thing)
     latest = object()
@@ -46,11 +46,11 @@ def is_declared(thing: Any) -> bool:
     """Returns whether something, or its class, was declared by `tokenwise`."""
     thing = getattr(thing, "__func__", thing)
     if isinstance(thing, FunctionType):
-        return getattr(thing, _MARK, None) is thing.__code__
+        return getattr(thing, MARK, None) is thing.__code__
     if isinstance(thing, partial):  # takes no mark, and a compiler does not know its __dict__
         return False
     own = () if isinstance(thing, type) else (type(thing),)
-    return any(_MARK in getattr(each, "__dict__", ()) for each in (thing, *own))
+    return any(MARK in getattr(each, "__dict__", ()) for each in (thing, *own))
 
 
 class _Declared:

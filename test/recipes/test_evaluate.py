@@ -108,11 +108,11 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch:
         ([str(tmp_path), files[1]], f"error: MODEL: {tmp_path} holds no config.json"),
         (["nobody/nothing", files[1]], "MODEL: there is no directory nobody/nothing here; and as a hub name it was"),
         ([str(tmp_path / "damaged"), files[1]], "error: MODEL: the tokenizer of"),
-        ([*files, "--dtype", "float8"], "--dtype is 'float8', expected one of float32, bfloat16"),
+        ([*files, "--dtype", "float8"], "--dtype: expected one of float32, bfloat16, got 'float8'"),
         ([*files, "--adapter", str(tmp_path)], "--adapter: .* cannot be loaded"),
-        ([*files, "--stride", "7"], "--stride is 7, expected at least 1 and less than --context, which is not given"),
-        ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7; pass a longer --context"),
-        ([*files, "--context", "1"], "--context is 1, expected at least 2"),
+        ([*files, "--stride", "7"], "--stride: expected at least 1 and less than --context, which is not given"),
+        ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7 (pass a longer one, or"),
+        ([*files, "--context", "1"], "--context: expected at least 2, a token and the one that follows it, got 1"),
     ):
         result = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *arguments])
         assert result.exit_code == 1

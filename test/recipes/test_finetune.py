@@ -266,15 +266,18 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     elsewhere = "cannot be written to"
     for arguments, message in (
         (("--data", tmp_path / "nowhere"), "does not exist"),
-        (("--seq-len", 1), "--seq-len is 1, expected at least 2"),
+        (("--seq-len", 1), "--seq-len: expected at least 2, a token and the one that follows it, got 1"),
         (("--sequence-parallel", 4), alone),
         (("--offload", "--device", "cpu"), "--offload moves what checkpointing keeps off a GPU"),
         (("--head-groups", "auto"), "--head-groups is for layers tiled as a whole"),
-        (("--layer", "--head-groups", "many"), "--head-groups is 'many', expected a number"),
-        (("--steps", 0), "--steps is 0"),
-        (("--dtype", "int4"), "--dtype is 'int4', expected one of float32, bfloat16"),
-        (("--device", "tpu"), "--device is 'tpu'"),
-        (("--learning-rate", 1e4), "--learning-rate is 10000.0, expected more than 0 and at most 1"),
+        (("--layer", "--head-groups", "many"), "--head-groups: expected a number or auto, got 'many'"),
+        (("--steps", 0), "--steps: expected at least 1, got 0"),
+        (("--dtype", "int4"), "--dtype: expected one of float32, bfloat16, got 'int4'"),
+        (("--device", "tpu"), "--device: expected cpu or cuda, got 'tpu'"),
+        (
+            ("--learning-rate", 1e4),
+            "--learning-rate: expected more than 0 and at most 1, AdamW's step of a weight, got 10000.0",
+        ),
         (("--model", "/nowhere"), "--model: /nowhere does not exist"),
         (("--model", tmp_path), "holds no config.json"),
         (("--data", document, "--seq-len", 1_000_000), short),
@@ -291,8 +294,8 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
 
 def test_bad_options_are_told_before_anything_slow_is_imported() -> None:
     said = {
-        ("--seq-len", "1"): "--seq-len is 1, expected at least 2",
-        ("--dtype", "int4"): "--dtype is 'int4'",
+        ("--seq-len", "1"): "--seq-len: expected at least 2, a token and the one that follows it, got 1",
+        ("--dtype", "int4"): "--dtype: expected one of float32, bfloat16, got 'int4'",
         ("--model", "./nowhere"): "--model: nowhere does not exist",
         ("--data", "nowhere"): "--data: nowhere does not exist",
         ("--resume", "--output", "nowhere"): "--resume: expected a checkpoint in nowhere, got none",

@@ -77,7 +77,7 @@ def test_bad_input(pool: Pool, tmp_path: Path) -> None:
     job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "1", "--output", str(tmp_path / "run"))
     for arguments, message in (
         (("--sequence-parallel", "3"), "--sequence-parallel: sequence_parallel_size is 3, expected a divisor of the 2"),
-        (("--shard", "zero9"), "--shard is 'zero9', expected one of fsdp2, zero3"),
+        (("--shard", "zero9"), "--shard: expected one of fsdp2, zero3, got 'zero9'"),
         (("--compare",), "--compare needs a single process"),
         ((), "--model: the weights of"),
     ):

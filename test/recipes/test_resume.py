@@ -119,7 +119,7 @@ def test_what_cannot_be_gone_on_from(run: Run) -> None:
     for options, said in (
         ({"resume": True}, "--resume: expected a checkpoint in .*run, got none; pass the --output of the run"),
         ({"resume": True, "compare": True}, "--compare does two whole runs, and --resume continues one"),
-        ({"save_every": 0}, "--save-every is 0, expected at least 1"),
+        ({"save_every": 0}, "--save-every: expected at least 1, or none, got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             replace(run.job, **options).check()

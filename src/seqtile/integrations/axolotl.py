@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
 from seqtile.fitting import fit
@@ -21,15 +21,10 @@ from seqtile.sp import SequenceParallelTrainerMixin, initialize
 _COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
 _OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 """Options of Axolotl's that replace the forwards of MLPs and of attention; on by default under LoRA."""
-_SHARING = (
-    "context_parallel_size",
-    "sequence_parallel_degree",
-    "rl",
-    "reward_model",
-    "process_reward_model",
-    "trainer_cls",
-)
-"""Options that also spread sequences over GPUs, or that choose another trainer."""
+_SHARING = ("context_parallel_size", "sequence_parallel_degree")
+"""Options that also spread sequences over GPUs."""
+_TRAINERS = ("rl", "reward_model", "process_reward_model", "trainer_cls")
+"""Options that choose another trainer."""
 _NOT_CHOSEN = ("seqtile", "seqtile_fit", "seqtile_share_prefixes", "seqtile_sequence_parallel")
 """Options that seqtile_fit does not choose."""
 _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
@@ -39,24 +34,22 @@ _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd"
 class SeqtileArgs(BaseModel):
     """seqtile's options in a YAML of Axolotl's."""
 
-    seqtile: bool | None = Field(default=None, description="Compute the loss and the MLPs in chunks of the sequence.")
-    seqtile_layer: bool | None = Field(default=None, description="Also the rest of each layer except attention.")
-    seqtile_head_groups: int | str | None = Field(
-        default=None, description="With seqtile_layer: the number of groups of kv heads in attention, or auto."
-    )
-    seqtile_offload: bool | None = Field(
-        default=None, description="Keep the layers' inputs in host memory; needs gradient_checkpointing: false."
-    )
-    seqtile_fit: bool | None = Field(
-        default=None, description="Choose the cheapest of these with which sequence_len fits on one GPU."
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)  # as descriptions
 
-    seqtile_share_prefixes: bool | int | None = Field(
-        default=None, description="Compute prefixes that rows share once; a number: the shortest one, in tokens."
-    )
-    seqtile_sequence_parallel: int | None = Field(
-        default=None, description="Spread each sequence over this many GPUs; instead of context_parallel_size."
-    )
+    seqtile: bool | None = None
+    """Compute the loss and the MLPs in chunks of the sequence."""
+    seqtile_layer: bool | None = None
+    """Also the rest of each layer except attention."""
+    seqtile_head_groups: int | str | None = None
+    """With seqtile_layer: the number of groups of kv heads in attention, or auto."""
+    seqtile_offload: bool | None = None
+    """Keep the layers' inputs in host memory; needs gradient_checkpointing: false."""
+    seqtile_fit: bool | None = None
+    """Choose the cheapest of these with which sequence_len fits on one GPU."""
+    seqtile_share_prefixes: bool | int | None = None
+    """Compute prefixes that rows share once; a number: the shortest one, in tokens."""
+    seqtile_sequence_parallel: int | None = None
+    """Spread each sequence over this many GPUs; instead of context_parallel_size."""
 
     @model_validator(mode="after")
     def check_seqtile(self) -> "SeqtileArgs":
@@ -70,7 +63,7 @@ class SeqtileArgs(BaseModel):
             raise ValueError(f"seqtile: true and {others[0]} tile the same part of a model; leave one out")
         if self.seqtile_fit and chosen:
             raise ValueError(f"seqtile_fit chooses {chosen[0]}; leave one out")
-        taken = [name for name in _SHARING if getattr(self, name, None) not in (None, False, 1)]
+        taken = [name for name in (*_SHARING, *_TRAINERS) if getattr(self, name, None) not in (None, False, 1)]
         if self.seqtile_sequence_parallel and taken:
             raise ValueError(f"seqtile_sequence_parallel: expected Axolotl's own trainer, without {taken[0]}")
         if self.seqtile_head_groups and not self.seqtile_layer:

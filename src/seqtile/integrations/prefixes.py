@@ -9,9 +9,9 @@ the shuffle:
 """
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import wraps
+from traceback import walk_stack
 from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
@@ -51,11 +51,9 @@ def share_prefixes_of(trainer: Any, min_tokens: int | bool = True) -> None:
 
 def trainer_of() -> Any:
     """Returns the trainer that is calling a callback; it is no argument of theirs. Raises ValueError if none is."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(inspect.currentframe()):
         if hasattr(found := frame.f_locals.get("self"), "callback_handler"):
             return found
-        frame = frame.f_back
     raise ValueError("share_prefixes: expected a callback that Trainer calls; else call seqtile.share_prefixes(model)")
 
 

@@ -5,11 +5,7 @@ from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
-from accelerate.utils import (
-    convert_outputs_to_fp32,
-    extract_model_from_parallel,
-    get_mixed_precision_context_manager,
-)
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel, get_mixed_precision_context_manager
 from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -51,15 +47,11 @@ class SeqtileCallback(TrainerCallback):
         with nullcontext() if own_head else _below_autocast(model):
             apply_seqtile(model, **options)
         if state.is_world_process_zero:
-            _log(model, options)
-
-
-def _log(model: nn.Module, options: dict[str, Any]) -> None:
-    found = status(model)
-    logger.info(f"seqtile: {found}")
-    for part in (found.loss, found.mlp, found.layer):
-        if part is not None and options.get(part.name, True) and part.tiled < part.total:
-            logger.warning(f"seqtile: {part.name}: {part}")
+            found = status(model)
+            logger.info(f"seqtile: {found}")
+            for part in (found.loss, found.mlp, found.layer):
+                if part is not None and options.get(part.name, True) and part.tiled < part.total:
+                    logger.warning(f"seqtile: {part.name}: {part}")
 
 
 @contextmanager

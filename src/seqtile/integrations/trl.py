@@ -157,19 +157,11 @@ class _Head:
         # The rounded gradient of a half-precision weight is as large as D tokens' logits, which are gone by then.
         makes_room = weight.requires_grad and weight.dtype.itemsize == 2
         wanted = [ours for theirs, ours in _VALUES.items() if theirs in outputs]
-        result = linear_log_probs(
-            hidden,
-            weight,
-            targets,
-            bias=None if bias is None else bias * scale,  # TRL scales it with the product
-            temperature=temperature,
-            softcap=cap,
-            logit_scale=scale,
-            outputs=wanted,
-            to_be_summed=_to_be_summed.get(),
-            ignore_index=None,
-            chunk_tokens=None if makes_room else max(1, _LOGITS // weight.shape[0]),
-        )
+        of_logits = {"temperature": temperature, "softcap": cap, "logit_scale": scale}
+        of_logits["bias"] = None if bias is None else bias * scale  # TRL scales it with the product
+        chunks = {"chunk_tokens": None if makes_room else max(1, _LOGITS // weight.shape[0])}
+        asked = {"outputs": wanted, "to_be_summed": _to_be_summed.get(), "ignore_index": None}
+        result = linear_log_probs(hidden, weight, targets, **of_logits, **chunks, **asked)
         log_probs, values = result if wanted else (result, TokenValues())
         entropy, is_largest, mean_logit, squares = values
         return log_probs, entropy, None if squares is None else squares.log(), mean_logit, is_largest

@@ -1,7 +1,7 @@
 """The forward of a model without its head where its layers are tiled as a whole: it makes no cache in training."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -19,12 +19,9 @@ def base_models_of(model: nn.Module) -> list[nn.Module]:
     """Returns the models inside `model` that hold its layers and can make a cache, such as the one without its head."""
     layers = set(layers_of(model))
     inside = [module for module in model.modules() if module is not model and module not in layers]
-    able = [module for module in inside if _can_cache(inspect.signature(type(module).forward).parameters)]
+    arguments = {module: inspect.signature(type(module).forward).parameters for module in inside}
+    able = [module for module, names in arguments.items() if "use_cache" in names and names.keys() & {*CACHE_NAMES}]
     return [module for module in able if not layers.isdisjoint(module.modules())]
-
-
-def _can_cache(arguments: Collection[str]) -> bool:
-    return "use_cache" in arguments and any(name in arguments for name in CACHE_NAMES)
 
 
 def uncached_forward(options: Options, original: Callable) -> Callable:

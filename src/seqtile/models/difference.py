@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.graph import without_hooks
 
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
@@ -112,8 +113,7 @@ def precision_of(*tensors: torch.Tensor | None) -> float:
 
 def _dtypes(tensor: torch.Tensor) -> set[torch.dtype]:
     """Returns the dtype of a tensor, and under autocast that of its products."""
-    kind = tensor.device.type
-    return {tensor.dtype} | ({torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set())
+    return {tensor.dtype, autocast_dtype(tensor) or tensor.dtype}
 
 
 def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> Difference | None:

@@ -13,7 +13,7 @@ gradients of such a leaf by a hook on its backward: inside of a larger part that
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -118,7 +118,11 @@ def _is_of(hook: Callable, *whose: str) -> bool:
 def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callable:
     """Returns `function`, called between those hooks of a module that gather, as `module(*args)` calls its forward.
     Without `casts`, FSDP2's hooks do not cast: the dtypes around `function` are not the module's own."""
-    as_called = nullcontext if casts or not isinstance(module, FSDPModule) else partial(_without_casts, module)
+    as_called = nullcontext
+    if not casts and isinstance(module, FSDPModule):
+        state = vars(module._get_fsdp_state())
+        policy = replace(state["_mp_policy"], cast_forward_inputs=False, output_dtype=None)
+        as_called = partial(exchanged, [(state, "_mp_policy", policy)])
 
     def between(*args: torch.Tensor) -> Any:
         for key, hook in [*module._forward_pre_hooks.items()]:
@@ -142,13 +146,6 @@ def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callabl
         return around.setup_output_hook(output) if backward else output
 
     return between
-
-
-def _without_casts(module: FSDPModule) -> AbstractContextManager[None]:
-    state = vars(module._get_fsdp_state())
-    return exchanged(
-        [(state, "_mp_policy", replace(state["_mp_policy"], cast_forward_inputs=False, output_dtype=None))]
-    )
 
 
 def _silenced(module: nn.Module) -> Iterator[_Hook]:

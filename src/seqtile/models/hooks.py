@@ -69,7 +69,8 @@ def each_hook(module: nn.Module | None) -> Iterator[Callable]:
 def unknown_hook(module: nn.Module | None) -> Callable | None:
     """Returns the first hook of a module, or without a module the first global hook, that is neither known nor
     declared."""
-    return next((hook for hook in each_hook(module) if not is_known(hook) and not is_declared(hook)), None)
+    unknown = (hook for hook in each_hook(module) if not is_known(hook) and not is_declared(hook))
+    return next((hook for hook in unknown if not is_declared(innermost(hook))), None)
 
 
 def is_known(hook: Callable) -> bool:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from seqtile.declared import is_declared
+from seqtile.declared import MARK, is_declared
 from seqtile.models.hooks import defining_path, innermost, unknown_hook
 from seqtile.models.placement import class_of, computed_forward, decorated, home_of
 from seqtile.models.weights import PARAMETRIZATIONS, function_modes, is_one_of, named
@@ -104,7 +104,7 @@ def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, nn.Modul
 
 def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
     """Says what a module is, or which function it calls, that is neither known nor declared; None if all is."""
-    if is_declared(module):
+    if MARK in vars(module):
         return None
     cls, functions = class_of(module), {}
     if not is_declared(cls):
@@ -113,11 +113,13 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
         if not _is_known_class(cls, module, maker):
             return f"is a {named(cls)}, {_UNKNOWN}"
         functions = {"forward": (forward := computed_forward(module)), "__call__": type(module).__call__}
+        functions["_call_impl"] = type(module)._call_impl
         if not cls.__module__.startswith("torch."):
             functions |= _called_by(forward) | _experts_function(module)
         for base in cls.__mro__ if _is_of(module, *HUGGING_FACE) else ():
             functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
     functions |= {name: value for name, value in vars(module).items() if callable(value)}
+    functions.pop("_torchdynamo_orig_callable", None)  # the forward of the module that a compiled one holds
     for name, function in functions.items():
         if not isinstance(function, type) and not _is_known_function(function, module):
             return f"has {named(function)} as its {name}, {_UNKNOWN}"

@@ -22,7 +22,7 @@ from seqtile.models.gathered import inside_call
 from seqtile.models.in_chunks import InChunks
 from seqtile.models.logits_recipe import LogitsRecipe
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
-from seqtile.ops.state import ForwardState
+from seqtile.ops.state import ForwardState, WatchedTensor
 from seqtile.protocols import ShardedTokens
 
 ARRIVAL_LIMIT = timedelta(minutes=5)
@@ -39,9 +39,10 @@ class AtForward:
         self._state = ForwardState.now(hidden.device)
         self._head = InChunks(head=head).snapshot()
         self._draws = any(module.training and getattr(module, "p", 0) for module in head.modules())  # dropout
-        self._hidden, self._hidden_version = hidden, _version(hidden)  # a view made in inference mode has a new counter
+        self._hidden = WatchedTensor("the hidden states", hidden)  # a view made in inference mode has a new counter
         self._weights = {
-            name: (weight, _version(weight), _sample(weight)) for name, weight in _weights_of(head).items()
+            name: WatchedTensor(f"the head's {name}", weight, copy=_sample(weight))
+            for name, weight in _weights_of(head).items()
         }
 
     @contextmanager
@@ -61,52 +62,47 @@ class AtForward:
         Raises RuntimeError if something has changed since the forward, or if a rank that holds a shard of the head's
         weights does not read the logits.
         """
+        head = recipe.head
         with self.as_then(recipe):
-            found = self._computed(recipe, function, along)
+            now, call, gathered = _weights_of(head), head_alone(head), {}
+            for ranks in _to_gather_with(now.values()):
+                _arrive(ranks)
+            for name, weight in now.items() if not isinstance(head, FSDPModule) else ():
+                before = self._weights[name].tensor
+                if isinstance(weight, DTensor) and not isinstance(before, DTensor):
+                    gathered[name] = weight.full_tensor().to(before.dtype)
+            if gathered:
+                call = partial(functional_call, head, gathered)
+
+            def of_hidden(hidden: torch.Tensor) -> torch.Tensor:
+                if gathered or gathers(head):  # so far only shards were checked
+                    self.check(recipe, gathered)
+                if function is None and not self._draws:
+                    return recipe.of(hidden, call)
+                of_rows = function or (lambda rows: rows)
+                return in_rows(lambda hidden, *along: of_rows(recipe.of(hidden, call), *along), hidden, *along)
+
+            found = inside_call(head, of_hidden, recipe.hidden)
         return found.whole() if isinstance(found, ShardedTokens) else found
-
-    def _computed(
-        self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None, along: tuple
-    ) -> torch.Tensor:
-        head, now = recipe.head, _weights_of(recipe.head)
-        for ranks in _to_gather_with(now.values()):
-            _arrive(ranks)
-        call, gathered = head_alone(head), {}
-        for name, weight in now.items() if not isinstance(head, FSDPModule) else ():
-            before = self._weights[name][0]
-            if isinstance(weight, DTensor) and not isinstance(before, DTensor):
-                gathered[name] = weight.full_tensor().to(before.dtype)
-        if gathered:
-            call = partial(functional_call, head, gathered)
-
-        def compute(hidden: torch.Tensor) -> torch.Tensor:
-            if gathered or gathers(head):  # so far only shards were checked
-                self.check(recipe, gathered)
-            if function is None and not self._draws:
-                return recipe.of(hidden, call)
-            of_rows = function or (lambda rows: rows)
-            return in_rows(lambda hidden, *along: of_rows(recipe.of(hidden, call), *along), hidden, *along)
-
-        return inside_call(head, compute, recipe.hidden)
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
         """Raises RuntimeError if the head, the hidden states or the head's weights (`weights` if given) changed since
         the forward. Waits once for each device of the weights, to compare samples of them."""
         changed, weights = self._head.changed(), weights or _weights_of(recipe.head)
-        if _version(self._hidden) != self._hidden_version:
-            changed.append("the hidden states")
+        if self._hidden.changed:
+            changed.append(self._hidden.name)
         differs: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, weight in weights.items():
-            before, version, sample = self._weights[name]
-            if isinstance(weight, DTensor) != isinstance(before, DTensor):
+            before = self._weights[name]
+            if isinstance(weight, DTensor) != isinstance(before.tensor, DTensor):
                 continue  # one is a shard, the other the whole weight
-            if weight is before and _version(weight) != version:
-                changed.append(f"the head's {name}")
+            if weight is before.tensor and before.changed:
+                changed.append(before.name)
             else:
-                differs.setdefault(sample.device, {})[name] = _differs(_sample(weight), sample)
+                differs.setdefault(before.copy.device, {})[before.name] = _differs(_sample(weight), before.copy)
         for found in differs.values():
             if torch.stack([*found.values()]).any():
-                changed += [f"the head's {name}" for name, differ in found.items() if differ]
+                changed += [name for name, differ in found.items() if differ]
         if changed:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
@@ -147,10 +143,6 @@ def _weights_of(head: nn.Module) -> Weights:
     return dict(head.named_parameters()) | dict(head.named_buffers())
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 def _sample(weight: torch.Tensor) -> torch.Tensor:
     """Copies up to 64 x 64 elements of a weight, or of this rank's shard of it."""
     held = getattr(weight, "ds_tensor", weight)
@@ -167,16 +159,15 @@ def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:
     """Yields the groups of more than one rank that must gather the weights together."""
-    groups = {}
+    groups = []
     for weight in weights:
         if isinstance(weight, DTensor):
             sharded = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
-            groups |= dict.fromkeys(
-                tuple(dist.get_process_group_ranks(weight.device_mesh.get_group(i))) for i in sharded
-            )
+            groups += [weight.device_mesh.get_group(i) for i in sharded]
         elif hasattr(weight, "ds_id") and weight.ds_status.name != "AVAILABLE":
-            groups[tuple(dist.get_process_group_ranks(weight.ds_process_group))] = None
-    yield from (ranks for ranks in groups if len(ranks) > 1)
+            groups.append(weight.ds_process_group)
+    found = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    yield from (ranks for ranks in found if len(ranks) > 1)
 
 
 def _arrive(ranks: tuple[int, ...]) -> None:

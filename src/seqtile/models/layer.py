@@ -25,7 +25,7 @@ from seqtile.models.known import unknown_in
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_size_of, mlp_unfused_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_unfused_reason, read_norm
-from seqtile.models.placement import KNOWN_PACKAGES, Options, computed_forward, original_forward, package_of
+from seqtile.models.placement import Options, computed_forward, original_forward
 from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.models.weights import (
     call_unfused_reason,
@@ -131,13 +131,11 @@ def _compute(
     verdict: Verdict, inner: Callable, options: Options, layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]
 ) -> Any:
     """Returns a layer's output for `hidden` and the other arguments in `given`, computed as the verdict says. `inner`
-    is the original forward. Raises ValueError if the layer cannot be computed correctly."""
+    is the original forward. Raises ValueError if attention cannot be computed in groups of heads."""
     cache = cache_in(given)
-    if verdict.how == "untiled" and verdict.error is None:
+    if verdict.how == "untiled":
         return inner(layer, hidden, **given)
     check_untransformed()
-    if verdict.error is not None:
-        raise ValueError(verdict.error)
     if options.head_groups is not None and cache is None:
         check_head_groups(layer, verdict, options)
     if not layer.gradient_checkpointing:
@@ -268,30 +266,21 @@ def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict
 
 def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
     form = layer_form_of(layer)
+    if isinstance(form, LayerForm):  # whose attention's own forward is skipped, so nothing may watch that
+        changed = module_unfused_reason(layer.self_attn, recording=False)
+        form = module_call_reason() or (f"its attention {changed}" if changed else form)
     reason = form if isinstance(form, str) else next(filter(None, _reasons(form, layer, dtype)), None)
     if reason is None:
         return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
     if (unknown := unknown_in(layer)) is not None:
         return left_untiled(layer, unknown)
-    if isinstance(form, LayerForm) and (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
-        form = f"its attention {changed}"  # whose forward Llama's layers skip
-    if not isinstance(form, LayerForm):
-        if (refusal := any_layer_refusal(layer)) is not None:
-            reason = f"{form}, and {refusal}"
-            error = None if _is_untouched(layer) else f"this layer cannot be tiled: {reason}; apply with layer=False"
-            return Verdict("untiled", reason, error, tileable=False)
-        return _chunked(layer, form, None)
-    return _chunked(layer, reason, form)
-
-
-def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
+    of_llama = form if isinstance(form, LayerForm) else None
+    if of_llama is None and (refusal := any_layer_refusal(layer)) is not None:
+        return Verdict("untiled", f"{reason}, and {refusal}", tileable=False)
+    in_chunks = (InChunks(layer=layer),) if of_llama is None else _called_parts(layer)
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
-    # If a hook must see every module call, it must see attention's call too. Attention cannot be called in chunks, so
-    # the layer runs untiled.
-    how = "untiled" if form is not None and module_call_reason() else "chunked"
-    in_chunks = (InChunks(layer=layer),) if form is None else _called_parts(layer)
-    return Verdict(how, reason, form=form, sparsity=sparsity, in_chunks=in_chunks)
+    return Verdict("chunked", reason, form=of_llama, sparsity=sparsity, in_chunks=in_chunks)
 
 
 def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
@@ -299,13 +288,6 @@ def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
     before = dict(layer.self_attn.named_children())
     behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
     return InChunks(input_layernorm=layer.input_layernorm, **before), InChunks(**behind)
-
-
-def _is_untouched(layer: nn.Module) -> bool:
-    """Returns whether a layer is unchanged. An unchanged layer of another kind may share its class with tiled
-    layers."""
-    parts = [layer, *layer.children()]
-    return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
 
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
@@ -320,21 +302,17 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
     """Yields, for each part of a layer of Llama's shape, why it cannot be fused, or None."""
     attention, mlp = layer.self_attn, layer.mlp
     yield process_unfused_reason()
-    if (reason := module_unfused_reason(attention, recording=False)) is not None:
-        yield f"its attention {reason}"
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield norm_unfused_reason(name, getattr(layer, name), dtype)
     for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
         yield norm_unfused_reason(name, getattr(attention, name), dtype)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         yield projection_unfused_reason(name, getattr(attention, name), dtype)
-    if gated_form(computed_forward(mlp)) is None:
-        yield "its MLP has a forward of its own"
     if (reason := call_unfused_reason(mlp)) is not None:
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
-    forward = original_forward(mlp)
+    forward = computed_forward(mlp)
     yield mlp_unfused_reason(mlp, gated_form(forward) or forward, dtype)
 
 

@@ -52,7 +52,7 @@ def lazy_logits(recipe: LogitsRecipe) -> torch.Tensor:
     given = [argument for step in recipe.steps for argument in step.arguments]
     if recipe._real is not None or any(getattr(argument, "requires_grad", False) for argument in given):
         return recipe.real("its output")
-    root = recipe if recipe.root is None else recipe.root
+    root = recipe.root
     tensor = connected(root) if root.tensor is None else root.tensor
     if root is recipe:
         return tensor
@@ -186,9 +186,6 @@ class LazyLogits(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return copy.deepcopy(self.computed(), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.computed().__reduce_ex__(protocol)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyLogits({list(self.shape)}, {self.dtype}, {'computed' if self.is_computed else 'not computed'})"
 
@@ -252,8 +249,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         check_first_derivative("logits")
-        recipe, function = ctx.read
-        along = ctx.saved_tensors
+        (recipe, function), along = ctx.read, ctx.saved_tensors
         return LazyGradient(recipe, [(recipe, function, along, grad)]), None, *[None] * len(along)
 
 
@@ -285,15 +281,14 @@ class _Edge(torch.autograd.Function):
         sums = weight_grads(ctx.leaves, needs[1:], ctx.main_grads)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
-        for recipe, function, along, d_output in _reads_in(grad, ctx.recipe):
-            _add_gradients(leaf, [*ctx.leaves], sums, recipe, function, along, d_output)
+        for reading in _reads_in(grad, ctx.recipe):
+            _add_gradients(leaf, [*ctx.leaves], sums, reading)
         return None, leaf.grad if needs[0] else None, *finish_weight_grads(sums)
 
 
-def _add_gradients(
-    leaf: torch.Tensor, leaves: list[torch.Tensor], sums: list, recipe: LogitsRecipe, function: Any, along: Any, d: Any
-) -> None:
+def _add_gradients(leaf: torch.Tensor, leaves: list[torch.Tensor], sums: list, reading: "Reading") -> None:
     """Adds the gradients of one reading to leaf.grad (of the hidden states) and to the leaves' sums."""
+    recipe, function, along, d_output = reading
     trained = [(weight, total) for weight, total in zip(leaves, sums, strict=True) if total is not None]
     call = head_alone(recipe.head)
 
@@ -314,7 +309,7 @@ def _add_gradients(
             rows = view(rows)
     as_gradient = rows.gradient if isinstance(rows, ShardedTokens) else lambda gradient: gradient
     with recipe.at_forward.as_then(recipe):
-        d_rows = as_gradient(in_rows(of_chunk, rows.detach(), as_gradient(d), *along))
+        d_rows = as_gradient(in_rows(of_chunk, rows.detach(), as_gradient(d_output), *along))
     torch.autograd.backward([rows], [d_rows], inputs=[leaf])
 
 
@@ -345,10 +340,8 @@ class LazyGradient(torch.Tensor):
         with torch.inference_mode(False), torch.enable_grad(), recipe.at_forward.as_then(recipe):
             for read, function, along, d_output in self.readings:
                 found = logits
-                for view in read.views[len(recipe.views) :]:
-                    found = view(found)
-                for step in read.steps[len(recipe.steps) :]:
-                    found = step(found)
+                for change in (*read.views[len(recipe.views) :], *read.steps[len(recipe.steps) :]):
+                    found = change(found)
                 found = found if function is None else in_rows(function, found, *along)
                 torch.autograd.backward([found], [d_output], inputs=[logits])
         return logits.grad

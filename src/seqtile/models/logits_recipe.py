@@ -62,13 +62,17 @@ class LogitsRecipe:
         """The views that made `hidden` from the head's input."""
         self.steps: tuple[Step, ...] = ()
         self.dtype = (hidden.dtype != torch.float64 and autocast_dtype(hidden)) or hidden.dtype
-        self.root: LogitsRecipe | None = None
-        """The recipe that the head returned and that this one derives from; None in that recipe itself."""
+        self._root: LogitsRecipe | None = None
         self.at_forward: Any = None
         """The state of the forward, for later readers, see `AtForward`."""
         self.tensor: torch.Tensor | None = None
         """The head's output as a tensor with a gradient, once made."""
         self._real: torch.Tensor | None = None
+
+    @property
+    def root(self) -> "LogitsRecipe":
+        """The recipe that the head returned and that this one derives from, or is."""
+        return self if self._root is None else self._root
 
     @property
     def shape(self) -> torch.Size:
@@ -119,17 +123,15 @@ class LogitsRecipe:
         return other
 
     def viewed(self, view: View) -> "LogitsRecipe":
-        return self.changed(
-            hidden=view(self.hidden), views=(*self.views, view), root=self if self.root is None else self.root
-        )
+        return self.changed(hidden=view(self.hidden), views=(*self.views, view), _root=self.root)
 
     def then(self, name: str, *arguments: Any, dtype: torch.dtype | None = None) -> "LogitsRecipe":
         under = nullcontext if self.at_forward is None else autocast_now(self.device)
         steps = (*self.steps, Step(name, arguments, under))
-        return self.changed(steps=steps, dtype=dtype or self.dtype, root=self if self.root is None else self.root)
+        return self.changed(steps=steps, dtype=dtype or self.dtype, _root=self.root)
 
     def detached(self) -> "LogitsRecipe":
-        return self.changed(hidden=self.hidden.detach(), root=None)
+        return self.changed(hidden=self.hidden.detach(), _root=None)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -212,21 +214,16 @@ def _if_alone(rule: Callable[[LogitsRecipe], Any], recipe: LogitsRecipe, *args: 
     return NotImplemented if args or kwargs else rule(recipe)
 
 
-def _rules() -> dict[str, Callable]:
-    scaled = dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), partial(_scaled, by="mul"))
-    scaled |= dict.fromkeys(("div", "true_divide", "__truediv__"), partial(_scaled, by="div"))
-    dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
-    alone = {name: lambda recipe, dtype=dtype: _to(recipe, dtype) for name, dtype in dtypes.items()}
-    alone |= {"contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
-    alone = {name: partial(_if_alone, rule) for name, rule in alone.items()}
-    views = {name: partial(_viewed, name=name) for name in VIEWS}
-    added = dict.fromkeys(("add", "__add__", "__radd__"), _added)
-    probabilities = {name: partial(_softmax, name=name) for name in ("softmax", "log_softmax")}
-    others = {"__iter__": lambda recipe: iter(RULES["unbind"](recipe))}
-    return scaled | alone | views | added | probabilities | others | {"to": _to}
-
-
-RULES = _rules()
+_DTYPES = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+_ALONE = {name: partial(_to, dtype=dtype) for name, dtype in _DTYPES.items()}
+_ALONE |= {"contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
+RULES: dict[str, Callable] = {name: partial(_if_alone, rule) for name, rule in _ALONE.items()}
+RULES |= dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), partial(_scaled, by="mul"))
+RULES |= dict.fromkeys(("div", "true_divide", "__truediv__"), partial(_scaled, by="div"))
+RULES |= dict.fromkeys(("add", "__add__", "__radd__"), _added)
+RULES |= {name: partial(_viewed, name=name) for name in VIEWS}
+RULES |= {name: partial(_softmax, name=name) for name in ("softmax", "log_softmax")}
+RULES |= {"to": _to, "__iter__": lambda recipe: iter(RULES["unbind"](recipe))}
 """The operations that leave a recipe uncomputed, by the name of a tensor method or torch function. Each returns a
 recipe, or NotImplemented if the logits must be computed."""
 for _name in "mul rmul truediv add radd getitem sub rsub matmul pow neg lt le gt ge len iter".split():

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.loss import loss_utils
 
-from seqtile.models.find import head_of, takes_use_cache
+from seqtile.models.find import head_of, positional_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.gathered import gathered, inside_call
@@ -60,9 +60,8 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     computed, by `original`, with `skip_logits=False` and given `logits_to_keep`, both with an untiled loss; and without
     labels given a cache, or where the forward is compiled, traced or transformed by torch.func.
     """
-    parameters = list(inspect.signature(original).parameters.values())
-    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
+    variadic = any(each.kind is each.VAR_POSITIONAL for each in inspect.signature(original).parameters.values())
+    names = [each.name for each in positional_of(original)]
     takes_skip_logits = "skip_logits" in names
     makes_cache = takes_use_cache(original)
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
@@ -79,8 +78,9 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
         kept = inputs.get("logits_to_keep", 0)
         keeps_all = isinstance(kept, int) and kept == 0
-        if skip_logits is None and has_labels and keeps_all and _is_replica_in_training(self):
-            skip_logits = True
+        if skip_logits is None and has_labels and keeps_all and torch.is_grad_enabled():
+            # In a replica torch's DataParallel would read all logits, to collect them on one GPU.
+            skip_logits = getattr(self, "_is_replica", None) or None
         if skip_logits and not (has_labels and keeps_all):
             raise ValueError(
                 "skip_logits=True asks for a loss alone: pass labels or shift_labels, and no logits_to_keep"
@@ -90,11 +90,11 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         given_cache = cache_in(inputs) is not None
         # What transforms, compiles or traces a forward without a loss gets logits that it can follow.
         followed = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
-        if skip_logits is False or not (has_labels or (keeps_all and not given_cache and not followed)):
+        is_patched = calls_torch and F.cross_entropy is not _CROSS_ENTROPY
+        needs_logits = is_patched if has_labels else given_cache or followed
+        if skip_logits is False or not keeps_all or needs_logits:
             return original(self, *passed_on, **inputs)
         if has_labels:
-            if not keeps_all or (calls_torch and F.cross_entropy is not _CROSS_ENTROPY):
-                return original(self, *passed_on, **inputs)
             if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
                 inputs["labels"] = inputs["shift_labels"]
             if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
@@ -102,25 +102,18 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         verdict = loss_verdict(self)
         is_unknown = torch.compiler.is_compiling() and verdict.how == "chunked"
         is_unknown = is_unknown and unknown_apart(self.get_output_embeddings(), "head") is not None
-        if is_unknown or (verdict.how == "untiled" and verdict.error is None):
+        if verdict.error is not None and has_labels and not is_unknown:
+            raise ValueError(verdict.error)
+        if is_unknown or verdict.how == "untiled" or verdict.error is not None:
             output = original(self, *passed_on, **inputs)
             if skip_logits:
                 output.logits = None
             return output
-        if verdict.error is not None:
-            if has_labels:
-                raise ValueError(verdict.error)
-            return original(self, *passed_on, **inputs)
         with _lazy_head(self, options, verdict, with_logits=not skip_logits):
             output = original(self, *passed_on, **inputs)
         return _with_tensors(output, None if skip_logits else lazy_logits)
 
     return forward
-
-
-def _is_replica_in_training(model: nn.Module) -> bool:
-    """Returns whether torch's DataParallel runs this forward: it would read all logits, to collect them on one GPU."""
-    return getattr(model, "_is_replica", False) and torch.is_grad_enabled()
 
 
 class LazyHead:
@@ -154,12 +147,8 @@ def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits
     check_untransformed()
     owner, name = place_of_head(model)
     head = owner._modules[name]
-    compute = partial(
-        _cross_entropy,
-        chunked=verdict.how == "chunked",
-        chunk_tokens=options.chunk_tokens,
-        with_logits=with_logits and gathers(head),
-    )
+    chunked, with_logits = verdict.how == "chunked", with_logits and gathers(head)
+    compute = partial(_cross_entropy, chunked=chunked, chunk_tokens=options.chunk_tokens, with_logits=with_logits)
     loss = partial(_loss, untiled=model.loss_function, compute=compute)
     return standing_in(model, loss, owner, name, LazyHead(head, compute))
 
@@ -221,18 +210,18 @@ def _loss(
 ) -> torch.Tensor:
     """Computes what Hugging Face's ForCausalLMLoss, `untiled`, computes from logits [B, S, V]."""
     arguments = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
-    if not isinstance(logits, LogitsRecipe):  # the forward has read them
-        return untiled(logits, labels, vocab_size, **arguments, **kwargs)
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    rows = logits.shape[:-1]
-    if shift_labels.numel() != rows.numel():
-        raise ValueError(f"labels: expected one for each token, {list(rows)}, got {list(shift_labels.shape)}")
-    targets = shift_labels.to(logits.device).reshape(rows)
-    loss = compute(logits, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
-    return (
-        untiled(logits.real("its loss"), labels, vocab_size, **arguments, **kwargs) if loss is NotImplemented else loss
-    )
+    if isinstance(logits, LogitsRecipe):  # the forward has not read them
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        rows = logits.shape[:-1]
+        if shift_labels.numel() != rows.numel():
+            raise ValueError(f"labels: expected one for each token, {list(rows)}, got {list(shift_labels.shape)}")
+        targets = shift_labels.to(logits.device).reshape(rows)
+        loss = compute(logits, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
+        if loss is not NotImplemented:
+            return loss
+        logits = logits.real("its loss")
+    return untiled(logits, labels, vocab_size, **arguments, **kwargs)
 
 
 def _cross_entropy(
@@ -277,7 +266,7 @@ def _cross_entropy(
     # a head in chunks has its weight gathered by its own call
     if not with_logits:
         return inside_call(head, of_weight, logits.hidden)
-    root = logits if logits.root is None else logits.root
+    root = logits.root
     # ZeRO-3 keeps the head whole until each tensor that its call was given has a gradient: logits may never get one
     given = [logits.hidden] if logits.hidden is root.hidden else [logits.hidden, root.hidden]
     loss, root.tensor = inside_call(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)

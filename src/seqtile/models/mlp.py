@@ -54,8 +54,6 @@ class Gated(NamedTuple):
     """The activation, a submodule of the MLP; None if the forward names a function."""
     activation: str | None = None
     """The name of that function in `gated_mlp`."""
-    ligers: bool = False
-    """It is one of Liger's kernels."""
 
 
 _HALF = "self.gate(x).chunk(2, dim=-1)"
@@ -66,10 +64,10 @@ _PATTERNS = {  # see forms.py -> the activation, where it is a function
 }
 _LIGER = "liger_kernel.transformers"
 _LIGERS = {  # where one of Liger's forwards was written, which call its kernels
-    f"{_LIGER}.geglu.LigerGEGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "gelu_tanh", True),
-    f"{_LIGER}.swiglu.LigerPhi3SwiGLUMLP.forward": Gated("gate_up_proj", None, "down_proj", None, "silu", True),
-    f"{_LIGER}.swiglu.LigerQwen3MoeSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu", True),
-    f"{_LIGER}.swiglu.LigerSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu", True),
+    f"{_LIGER}.geglu.LigerGEGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "gelu_tanh"),
+    f"{_LIGER}.swiglu.LigerPhi3SwiGLUMLP.forward": Gated("gate_up_proj", None, "down_proj", None, "silu"),
+    f"{_LIGER}.swiglu.LigerQwen3MoeSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu"),
+    f"{_LIGER}.swiglu.LigerSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu"),
 }
 
 
@@ -199,7 +197,7 @@ def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtyp
         return reason
     if form.module is not None:
         return activation_unfused_reason(getattr(mlp, form.module))
-    return None if form.ligers else silu_unfused_reason()
+    return silu_unfused_reason()
 
 
 def _projections(form: Gated) -> tuple[str, ...]:
@@ -216,11 +214,10 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     of_experts = Verdicts(experts_verdict).of
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
-            return original(self, hidden_states, top_k_index, top_k_weights)
+        is_by_token = top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]
         verdict = of_experts(self)
         is_unknown = torch.compiler.is_compiling() and unknown_apart(self) is not None
-        if verdict.how == "untiled" or is_unknown:
+        if not is_by_token or verdict.how == "untiled" or is_unknown:
             return original(self, hidden_states, top_k_index, top_k_weights)
         if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self), hidden_states, top_k_index, top_k_weights)

@@ -10,7 +10,6 @@ from seqtile.models.find import text_model_of
 from seqtile.models.hooks import defining_path
 from seqtile.models.layer_form import is_llamas_norm
 from seqtile.models.placement import Options, computed_forward
-from seqtile.models.verdict import Verdict
 from seqtile.models.weights import call_unfused_reason, is_plain, named, process_unfused_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
@@ -53,30 +52,23 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    forward = computed_forward(module)
-    return defining_path(forward) == _LIGERS_NORM or is_llamas_norm(forward)
+    """Returns whether a module is Llama's RMSNorm, or Liger's with the settings of Llama's."""
+    if defining_path(forward := computed_forward(module)) == _LIGERS_NORM:
+        return not getattr(module, "offset", 0) and getattr(module, "casting_mode", "llama") == "llama"
+    return is_llamas_norm(forward)
 
 
-def norm_verdict(norm: nn.Module) -> Verdict:
-    """Finds how a norm is computed."""
-    reason = norm_unfused_reason("norm", norm, hooks=False)
-    error = f"a tiled norm reads its weight, and {reason}; apply with layer=False"
-    return Verdict("fused", reason, None if reason is None else error)
-
-
-def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = None, hooks: bool = True) -> str | None:
+def norm_unfused_reason(name: str, norm: nn.Module, dtype: torch.dtype | None = None) -> str | None:
     """Says why a norm cannot be fused; see `process_unfused_reason`, too. `dtype`: of the products of what it returns,
-    if known; autocast casts to it. `hooks`: a norm with hooks cannot be read, it must be called."""
+    if known; autocast casts to it."""
     if not _is_norm(norm):
         own = "forward" in vars(norm)
-        return f"{name} has a forward of its own" if own else f"{name} is a {named(type(norm))}"
+        return f"{name} has a forward of its own" if own else f"{name} is a {named(type(norm))}, not Llama's"
     if not is_plain(weight := norm._parameters.get("weight")):
         return f"{name}.weight is a {named(type(weight))}"
-    if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
-        return f"{name} is another kind of RMSNorm than Llama's"
     # FSDP2 may gather a shard in another dtype.
     known = dtype is not None and not torch._C._is_any_autocast_enabled() and not isinstance(norm.weight, DTensor)
     if known and (returned := _output_dtype(norm, dtype)) != dtype:
         return f"{name} returns {returned}, where its input is in {dtype}"
-    reason = call_unfused_reason(norm) if hooks else None
+    reason = call_unfused_reason(norm)
     return None if reason is None else f"{name} {reason}"

@@ -11,7 +11,7 @@ from seqtile.models.first_step import checked_forward
 from seqtile.models.layer import check_head_groups, layer_verdict, tiled_layer_forward
 from seqtile.models.loss import loss_verdict, tiled_loss_forward
 from seqtile.models.mlp import experts_verdict, mlp_verdict, tiled_experts_forward, tiled_mlp_forward
-from seqtile.models.norm import norm_verdict, norms_of, tiled_norm_forward
+from seqtile.models.norm import norms_of, tiled_norm_forward
 from seqtile.models.placement import Options
 from seqtile.models.verdict import Verdict
 from seqtile.models.weights import check_untransformed
@@ -50,7 +50,7 @@ LOSS = Part("loss", lambda model: [model], tiled_loss_forward, loss_verdict)
 MLP = Part("mlp", mlps_of, tiled_mlp_forward, mlp_verdict, swapped=True)
 EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swapped=True)
 LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict)
-NORM = Part("layer", norms_of, tiled_norm_forward, norm_verdict, swapped=True)
+NORM = Part("layer", norms_of, tiled_norm_forward, swapped=True)
 BASE = Part("layer", base_models_of, uncached_forward)
 # Where neither the loss nor layers are tiled, whose forwards check, too; below the head for those who call that alone.
 CHECK = Part("", lambda model: list(dict.fromkeys((model, model.base_model))), checked_forward)

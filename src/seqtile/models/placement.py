@@ -135,7 +135,8 @@ def _own_class(base: type, forward: Callable, placement: Placement | None) -> ty
 def class_of(module: nn.Module) -> type:
     """Returns a module's original class, not one that seqtile or torch derived from it."""
     for cls, base in pairwise(classes_of(module)):
-        stands_in = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
+        same_name = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
+        stands_in = same_name and placement_of(vars(cls).get("forward")) is not None
         if not stands_in and not cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.parametrize")):
             return cls
     return object

@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
 from seqtile.models.known import HUGGING_FACE, is_of_library
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
-from seqtile.models.placement import Options, class_of, classes_of, homes_of, original_forward, place
+from seqtile.models.placement import Options, class_of, classes_of, homes_of, place
 from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model
 from seqtile.ops.graph import nodes_behind
 
@@ -61,7 +61,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))
-        if isinstance(proof, str):  # the small model of this config does not run; that of another config may have
+        if isinstance(proof, str):  # this config's small model does not run, as with Liger on a CPU; another's may have
             of_any = all(origin.is_known(home, of_any_config=True) for home in homes)
             return None if of_any else f"{_UNPROVABLE}: {proof}"
         cls = class_of(model if part is LOSS else module)
@@ -74,9 +74,8 @@ class _Origin(NamedTuple):
     """The model that a class builds from its config, sizes aside."""
 
     model_class: type[PreTrainedModel]
-    meaning: str | None
-    """The hash of the config without sizes. None if the class calls Liger's kernels, which no CPU can run: then any
-    record of its file counts."""
+    meaning: str
+    """The hash of the config without sizes."""
 
     def is_known(self, home: str, of_any_config: bool = False) -> bool:
         """Returns whether a Python module is proven, or holds none of a model's own code."""
@@ -84,7 +83,7 @@ class _Origin(NamedTuple):
         if package == "torch" or is_of_library(home) or (package == "transformers" and "models" not in path):
             return True
         meanings = _proven().get(fingerprint(home), ())
-        return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))
+        return self.meaning in meanings or (of_any_config and bool(meanings))
 
 
 def _origin_of(model: PreTrainedModel) -> _Origin | str:
@@ -97,18 +96,10 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
             continue
         try:
             with _disable_current_modes():
-                small = _small_config_of(cls, _Key(model.config))
-            return _Origin(cls, None if _calls_liger(cls) else digest(small))
+                return _Origin(cls, digest(_small_config_of(cls, _Key(model.config))))
         except Exception as error:  # the model's own code may raise anything
             found = brief(error)
     return found
-
-
-def _calls_liger(model_class: type) -> bool:
-    """Returns whether Liger has replaced a class's forward or anything else in the module that defines the class."""
-    things = [original_forward(model_class), *vars(sys.modules[model_class.__module__]).values()]
-    things += [base for thing in things if isinstance(thing, type) for base in thing.__mro__]
-    return any(str(getattr(thing, "__module__", None)).startswith("liger_kernel.") for thing in things)
 
 
 class Finding(NamedTuple):

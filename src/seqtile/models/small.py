@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -100,11 +99,12 @@ def small_config(config: PreTrainedConfig, layers: list[int] | None = None) -> P
 def meaning_of_config(config: PreTrainedConfig) -> str:
     """Returns the fields of a small config that decide which code its model runs. They are the same for configs that
     differ only in sizes."""
+    defaults = PreTrainedConfig().to_dict()
 
     def meaning(said: dict[str, Any]) -> dict[str, Any]:
         found = {}
         for name, value in said.items():
-            if any(fnmatchcase(name, one) for one in _OF_NO_CODE) or value == _every_config().get(name, ...):
+            if any(fnmatchcase(name, one) for one in _OF_NO_CODE) or value == defaults.get(name, ...):
                 continue
             if isinstance(value, dict) and "model_type" in value:
                 found[name] = meaning(value)
@@ -115,11 +115,6 @@ def meaning_of_config(config: PreTrainedConfig) -> str:
         return found
 
     return json.dumps(meaning(config.to_dict()), sort_keys=True, default=str)
-
-
-@cache
-def _every_config() -> dict[str, Any]:
-    return PreTrainedConfig().to_dict()
 
 
 def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -213,7 +208,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     whole_head = vars(config).get("qk_head_dim", -1) == vars(config).get("head_dim")  # both parts, rotated and not
     heads_before = _heads_of(config)
     for name, value in list(vars(config).items()):
-        if isinstance(value, int) and not isinstance(value, bool):
+        if _is_count(value):
             same = value == heads_before and re.search("heads", name)  # as many kv heads as query heads
             set_field(config, name, _at_most(HEADS)(value) if same else _shrunk(name, value))
         elif isinstance(value, float) and DROPOUT_FIELDS.fullmatch(name):
@@ -241,7 +236,7 @@ def _rule_of(name: str) -> Rule | None:
 def _shrunk(name: str, value: Any) -> Any:
     """Returns the reduced value of a config's field."""
     rule = _rule_of(name)
-    return value if rule is None or isinstance(value, bool) or not isinstance(value, int) else rule(value)
+    return rule(value) if rule is not None and _is_count(value) else value
 
 
 def _set_rotary(config: PreTrainedConfig, of_images: bool) -> None:
@@ -266,8 +261,6 @@ _NEXT_TOKEN = ("num_nextn_predict_layers",)
 _ENTRY_A_LAYER = re.compile(r".*layer.*|block_types|attention_types|.*indexer_types|activation_sparsity_pattern")
 _LIST_OF_LAYERS = re.compile(r".*layers?(_ids|_idxs?|_indices)?|.*_idxs?")
 _MANY = 8  # layers: a list that is as long is no accident
-Sizes = Callable[[str, Any], Any]
-"""Returns the new value of a field, given its name and value."""
 
 
 class LayerKinds:
@@ -276,8 +269,7 @@ class LayerKinds:
     def __init__(self, config: PreTrainedConfig):
         self._config = config
         said = vars(config)
-        self.count = count_of(config)
-        number = self.count or 0
+        self.count = number = count_of(config) or 0
         self._lists: dict[str, list] = {}
         self._sets: dict[str, list[int]] = {}
         for name, value in said.items():
@@ -294,32 +286,24 @@ class LayerKinds:
 
     def chosen(self) -> list[int]:
         """Returns a layer of every kind, two at least, in their order; no more than MOST_LAYERS."""
-        number = self.count or 0
-        first_of_kind: dict[str, int] = {}
-        for i in range(number):
-            first_of_kind.setdefault(repr(self._kind(i)), i)
-        found = sorted(first_of_kind.values())[:MOST_LAYERS]
-        others = [i for i in range(number) if i not in found]
+        kinds = [repr(self._kind(i)) for i in range(self.count)]
+        found = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i][:MOST_LAYERS]
+        others = [i for i in range(self.count) if i not in found]
         return sorted(found + others[: max(0, 2 - len(found))])
 
-    def keep(self, layers: list[int], sizes: Sizes = lambda name, value: value) -> None:
-        """Reduces the config to these layers. `sizes` reduces the values that single layers have."""
-        if self.count is None:
+    def keep(self, layers: list[int], sizes: Callable[[str, Any], Any] = lambda name, value: value) -> None:
+        """Reduces the config to these layers. `sizes(name, value)` reduces the values that single layers have."""
+        if not self.count:
             return
-        for name, value in self._lists.items():
-            set_field(self._config, name, [sizes(name, value[i]) for i in layers])
-        for name, value in self._sets.items():
-            set_field(self._config, name, [new for new, i in enumerate(layers) if i in value])
-        for name, value in self._ends.items():
-            set_field(self._config, name, sum(i in value for i in layers))
-        for name in _NEXT_TOKEN:
-            if _is_count(vars(self._config).get(name)):
-                set_field(self._config, name, min(vars(self._config)[name], 1))
-        for name in _COUNTS:
-            if name in vars(self._config):
-                set_field(self._config, name, len(layers))
+        said = vars(self._config)
+        changes: dict[str, Any] = {name: [sizes(name, value[i]) for i in layers] for name, value in self._lists.items()}
+        changes |= {name: [new for new, i in enumerate(layers) if i in value] for name, value in self._sets.items()}
+        changes |= {name: sum(i in value for i in layers) for name, value in self._ends.items()}
+        changes |= {name: min(said[name], 1) for name in _NEXT_TOKEN if _is_count(said.get(name))}
+        changes |= {name: len(layers) for name in _COUNTS if name in said}
+        for name, value in changes.items():
+            set_field(self._config, name, value)
         if self._others:
-            said = vars(self._config)
             others = {
                 new: {name: _another(said.get(name), sizes(name, value)) for name, value in self._others[i].items()}
                 for new, i in enumerate(layers)

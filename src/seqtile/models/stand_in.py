@@ -45,15 +45,9 @@ class _Child:
 class _LossFunction(property):
     """The `loss_function` of a model, or its stand-in."""
 
-
-def _loss_function(usual: property) -> _LossFunction:
-    get = usual.fget
-
-    def loss_function(model: nn.Module) -> Any:
-        found = _stand_in(model, "loss_function")
-        return get(model) if found is None else found
-
-    return _LossFunction(loss_function, usual.fset)
+    def __get__(self, model: nn.Module | None, cls: type | None = None) -> Any:
+        found = None if model is None else _stand_in(model, "loss_function")
+        return super().__get__(model, cls) if found is None else found
 
 
 def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> AbstractContextManager[None]:
@@ -63,8 +57,8 @@ def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: 
         return _as_attributes(model, loss, owner, name, head)
     if not isinstance(getattr(type(owner), name, None), _Child):
         setattr(type(owner), name, _Child(name))
-    if not isinstance(type(model).loss_function, _LossFunction):
-        type(model).loss_function = _loss_function(type(model).loss_function)
+    if not isinstance(usual := type(model).loss_function, _LossFunction):
+        type(model).loss_function = _LossFunction(usual.fget, usual.fset)
     return having(_now, {(model, "loss_function"): loss, (owner, name): head})
 
 

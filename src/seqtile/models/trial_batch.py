@@ -49,17 +49,14 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     sharded = vars(model).get(SHARDED)
     is_cut = sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole
     if is_cut and "position_ids" in inputs:
-        inputs = _as_one_sequence(inputs, len(columns), sharded.sp_group.rank)
+        # A rank's tokens as a part of one sequence: consecutive positions, no mask.
+        before, start = inputs["position_ids"], sharded.sp_group.rank * len(columns)
+        positions = torch.arange(start, start + len(columns), device=before.device)
+        inputs["position_ids"] = positions.expand_as(before).contiguous()
+        inputs.pop("attention_mask", None)
     if "labels" in names:
         _add_labels(inputs)
     return TrialBatch(inputs, torch.Size((len(rows), len(columns))), [name for name in cut if cut[name] is None])
-
-
-def _as_one_sequence(inputs: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]:
-    """Returns a rank's tokens as a part of one sequence: consecutive positions, no mask."""
-    positions = torch.arange(rank * tokens, (rank + 1) * tokens, device=inputs["position_ids"].device)
-    inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-    return inputs | {"position_ids": positions.expand_as(inputs["position_ids"]).contiguous()}
 
 
 def _add_labels(inputs: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ class State:
         held = chain.from_iterable(map(dict.values, map(vars, model.modules())))
         held = [each for one in held for each in (one.values() if type(one) is dict else (one,)) if is_kept(each)]
         for kept in (*model.buffers(), *held, *of_process):
-            if not isinstance(kept, torch.Tensor) or kept.numel() <= SMALL:
+            if not isinstance(kept, nn.Parameter):
                 self._keep(kept)
         for device in {parameter.device for parameter in model.parameters()}:
             self._put_back += [generator.put_back for generator in default_generators(device)]
@@ -123,7 +123,7 @@ class State:
         """Records the value of a tensor or the state of a generator. Returns whether it can be restored."""
         if isinstance(thing, torch.Tensor):
             is_plain = thing.layout is torch.strided and not thing.is_meta and 0 not in thing.stride()
-            if is_plain:
+            if is_plain := is_plain and thing.numel() <= SMALL:
                 self._put_back.append(partial(_rewrite, thing, thing.detach().clone()))
             return is_plain
         try:

@@ -70,8 +70,7 @@ REMEDY = "remove it, or declare it with seqtile.tokenwise if it keeps nothing an
 
 def left_untiled(module: nn.Module, unknown: str) -> Verdict:
     """Returns the verdict on a module that holds something unknown, see `unknown_in`, and warns once."""
-    if not torch.compiler.is_compiling():
-        logger.warning_once(f"seqtile: {type(module).__name__} is left untiled: {unknown}; {REMEDY}")
+    logger.warning_once(f"seqtile: {type(module).__name__} is left untiled: {unknown}; {REMEDY}")
     return Verdict("untiled", unknown)
 
 

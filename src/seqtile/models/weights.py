@@ -108,17 +108,14 @@ def activation_unfused_reason(activation: Any) -> str | None:
         known = cls.__module__.split(".")[0] in ("torch", "transformers")
         return f"its activation is {cls.__name__ if known else named(activation)}"
     if defining_path(cls.forward) != f"{named(cls)}.forward":
-        return f"the forward of {named(cls)}, its activation, was replaced"
+        return f"its activation is a {named(cls)}, whose forward was replaced"
     if (reason := module_unfused_reason(activation)) is not None:
         return f"its activation {reason}"
     if cls is not GELUTanh:
         return silu_unfused_reason()
     function = activation.act
-    if type(function) is not partial or function.keywords != {"approximate": "tanh"} or function.args:
-        return f"its activation calls {named(function)}"
-    if _is_builtin(function.func, "gelu"):
-        return None
-    return f"torch.nn.functional.gelu was replaced by {named(function.func)}"
+    is_tanh = type(function) is partial and function.keywords == {"approximate": "tanh"} and not function.args
+    return None if is_tanh and _is_builtin(function.func, "gelu") else f"its activation calls {named(function)}"
 
 
 def silu_unfused_reason() -> str | None:
@@ -179,9 +176,8 @@ def read_projection(name: str, module: nn.Module) -> Projection:
     base, a, b, scale = layers
     quantized = quantized_weight_of(base)
     weight = _whole(name, base.weight) if quantized is None else None
-    if a is None:
-        return Projection(weight, base.bias, quantized=quantized)
-    return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale, quantized)
+    adapter = () if a is None else (_whole(name, a.weight), _whole(name, b.weight), scale)
+    return Projection(weight, base.bias, *adapter, quantized=quantized)
 
 
 def projection_unfused_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:

@@ -71,6 +71,15 @@ def check_shape(op: str, name: str, tensor: Any, expected: tuple[int, ...], mean
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")
 
 
+def check_beside(
+    op: str, name: str, tensor: torch.Tensor, hidden: torch.Tensor, expected: tuple[int, ...], meaning: str
+) -> None:
+    """Raises TypeError or ValueError unless `tensor` is dense, on hidden's device, and of the `expected` shape."""
+    check_dense(op, name, tensor)
+    check_shape(op, name, tensor, expected, meaning)
+    check_device(op, name, tensor, "hidden", hidden)
+
+
 def check_first_derivative(op: str) -> None:
     """Raises RuntimeError in a backward that is itself differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled():
@@ -109,9 +118,7 @@ def check_loss_options(
 def check_mask(op: str, mask: torch.Tensor | None, hidden: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless `mask` is bool and has the tokens' shape and device."""
     if mask is not None:
-        check_dense(op, "mask", mask)
-        check_shape(op, "mask", mask, tuple(hidden.shape[:-1]), "the tokens' shape")
-        check_device(op, "mask", mask, "hidden", hidden)
+        check_beside(op, "mask", mask, hidden, tuple(hidden.shape[:-1]), "the tokens' shape")
         if mask.dtype != torch.bool:
             raise TypeError(f"{op}: mask is {mask.dtype}, expected torch.bool, True where a token counts")
 

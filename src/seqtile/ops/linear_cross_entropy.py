@@ -13,18 +13,9 @@ import torch
 
 from seqtile.kernels import LossOptions, RowVectors
 from seqtile.kernels.dispatch import cross_entropy_
-from seqtile.ops.checks import (
-    check_dense,
-    check_device,
-    check_loss_options,
-    check_no_transform,
-    check_reduction,
-    check_shape,
-    values_known,
-)
-from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
-from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
-from seqtile.ops.reduction import labelled_rows, reduced, scatter_to_tokens
+from seqtile.ops.checks import check_beside, check_loss_options, check_no_transform, check_reduction, values_known
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk
+from seqtile.ops.reduction import Divisor, labelled_rows, reduced, scatter_to_tokens
 from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_cross_entropy"
@@ -147,20 +138,15 @@ def linear_cross_entropy(
 
 
 def _loss(
-    chunked: ChunkedHeads,
-    shape: torch.Size,
-    reduction: str,
-    num_items: int | float | torch.Tensor | None,
-    return_metrics: bool,
+    chunked: ChunkedHeads, shape: torch.Size, reduction: str, num_items: Divisor, return_metrics: bool
 ) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
-    total, values = chunked.compute(reduction != "none")
-    values = Values(*values)
     if reduction == "mean" and num_items is None and chunked.class_weight is not None and chunked.labelled > 0:
         labels = labels_of(chunked).clamp(0, len(chunked.class_weight) - 1)  # the loss of one outside is NaN anyway
         num_items = chunked.class_weight[labels].sum()
-    loss = reduced(chunked, total, values.losses, shape, reduction, num_items)
+    loss, values = reduced(chunked, shape, reduction, num_items)
     if not return_metrics:
         return loss
+    values = Values(*values)
     return loss, LossMetrics(
         token_accuracy=(values.predicted == labels_of(chunked)).float().mean(),
         predicted_tokens=scatter_to_tokens(values.predicted, chunked.rows, shape, fill=-1),
@@ -201,18 +187,10 @@ def prepare_head(
         check_class_weight(op, class_weight, hidden, weight.shape[0])
     own_dtype = head.dtype if head.dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
     dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
-    spec = RowLossSpec(
-        op,
-        cross_entropies,
-        (options,),
-        (head.dtype,),
-        resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
-        is_trial(),
-        values=tuple(dtypes.get(name) for name in Values._fields[1:]),
-        differentiable=3,
-        accumulate_dtype=accumulate_dtype or own_dtype,
-    )
-    return ChunkedHeads(spec, (head,), (target,), class_weight=class_weight)
+    more = {"differentiable": 3, "accumulate_dtype": accumulate_dtype or own_dtype}
+    more["values"] = tuple(dtypes.get(name) for name in Values._fields[1:])
+    chunked = ChunkedHeads.make((head,), (target,), chunk_tokens, op, cross_entropies, (options,), **more)
+    return chunked._replace(class_weight=class_weight)
 
 
 def cross_entropies(options: Sequence[LossOptions], chunk: LogitChunk) -> None:
@@ -251,23 +229,19 @@ _run_labelled = torch.compiler.disable(
 
 def check_target(op: str, head: Head, target: torch.Tensor, ignore_index: int | None) -> None:
     """Raises TypeError or ValueError for labels that do not match the head."""
-    check_dense(op, "target", target)
-    check_shape(op, "target", target, tuple(head.hidden.shape[:-1]), "hidden's shape without D")
+    check_beside(op, "target", target, head.hidden, tuple(head.hidden.shape[:-1]), "hidden's shape without D")
     if target.dtype not in _LABELS:
         raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64 or a smaller integer; use target.long()")
-    check_device(op, "target", target, "hidden", head.hidden)
     if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
         raise TypeError(f"{op}: ignore_index is {ignore_index!r}, expected an int, or None if nothing is ignored")
 
 
 def check_class_weight(op: str, class_weight: torch.Tensor, hidden: torch.Tensor, vocab: int) -> None:
-    check_dense(op, "class_weight", class_weight)
+    check_beside(op, "class_weight", class_weight, hidden, (vocab,), "[V]")
     if not class_weight.is_floating_point():
         raise TypeError(
             f"{op}: class_weight is {class_weight.dtype}, expected a floating-point tensor of one weight a token id"
         )
-    check_shape(op, "class_weight", class_weight, (vocab,), "[V]")
-    check_device(op, "class_weight", class_weight, "hidden", hidden)
     if class_weight.requires_grad:
         raise ValueError(f"{op}: class_weight requires a gradient, which it does not get; pass class_weight.detach()")
 

@@ -8,8 +8,7 @@ import torch
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
 from seqtile.ops.checks import check_device, check_loss_options, check_mask, check_number, check_reduction
-from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
-from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk
 from seqtile.ops.reduction import masked_loss
 from seqtile.ops.tensor_likes import dispatched
 
@@ -84,16 +83,9 @@ def linear_divergence(
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
     _check(student, teacher, mask)
-    spec = RowLossSpec(
-        _OP,
-        partial(_divergences, beta),
-        options,
-        (student.dtype, teacher.dtype),
-        resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
-        is_trial(),
-        values=(torch.float32 if return_entropy else None,),
-    )
-    found, (entropies,) = masked_loss(ChunkedHeads(spec, (student, teacher)), mask, reduction, num_items)
+    heads, values = (student, teacher), (torch.float32 if return_entropy else None,)
+    chunked = ChunkedHeads.make(heads, (), chunk_tokens, _OP, partial(_divergences, beta), options, values=values)
+    found, (entropies,) = masked_loss(chunked, mask, reduction, num_items)
     return (found, entropies) if return_entropy else found
 
 

@@ -87,8 +87,7 @@ def linear_log_probs(
 def _log_probs(
     chunked: ChunkedHeads, shape: torch.Size, outputs: tuple[str, ...], to_be_summed: bool
 ) -> torch.Tensor | tuple[torch.Tensor, TokenValues]:
-    _, values = chunked.compute(to_be_summed and not torch.compiler.is_compiling())
-    values = Values(*values)
+    values = Values(*chunked.compute(to_be_summed and not torch.compiler.is_compiling())[1])
     if values.predicted is not None:
         values = values._replace(predicted=values.predicted == labels_of(chunked))
     found = {name: scatter_to_tokens(getattr(values, _VALUES[name]), chunked.rows, shape) for name in outputs}

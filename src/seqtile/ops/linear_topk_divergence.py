@@ -16,8 +16,7 @@ from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
 from seqtile.kernels.eager import logits_of
 from seqtile.ops.checks import check_dense, check_device, check_loss_options, check_mask, check_reduction, values_known
-from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
-from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk
 from seqtile.ops.reduction import masked_loss
 from seqtile.ops.tensor_likes import dispatched
 
@@ -78,9 +77,9 @@ def linear_topk_divergence(
     head.check(_OP)
     check_mask(_OP, mask, hidden)
     _check_teacher(hidden, weight.shape[0], ids, log_probs)
-    chunk_tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
-    spec = RowLossSpec(_OP, partial(_divergences, tail), (options,), (head.dtype,), chunk_tokens, is_trial())
-    return masked_loss(ChunkedHeads(spec, (head,), (ids, log_probs)), mask, reduction, num_items)[0]
+    inputs, row_function = (ids, log_probs), partial(_divergences, tail)
+    chunked = ChunkedHeads.make((head,), inputs, chunk_tokens, _OP, row_function, (options,))
+    return masked_loss(chunked, mask, reduction, num_items)[0]
 
 
 def _teacher(

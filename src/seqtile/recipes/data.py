@@ -19,11 +19,6 @@ from seqtile.recipes import source, what_is_here
 
 NAMED = 3  # weights that an error names, of those that are missing
 LISTED = 10  # skipped files, of more
-PIECE = 2**16  # characters of a text that are tokenized at once
-OVERLAP = 2**12
-
-Token = tuple[int, int, int]
-"""Its id, and where in the text it starts and ends."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -94,18 +89,15 @@ def load_model(model: str, config: PreTrainedConfig, asked_by: str = "--model") 
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with read_of(f"{asked_by}: the weights of {model}"):
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
+    wrong, missing = "", sorted(found["missing_keys"])
     if found["mismatched_keys"]:
         weight, here, expected = min(found["mismatched_keys"])
-        raise ValueError(
-            f"{asked_by}: {weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)}; "
-            "pass a model whose weights and config.json belong together"
-        )
-    if missing := sorted(found["missing_keys"]):
+        wrong = f"{weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)};"
+    elif missing:
         named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-        raise ValueError(
-            f"{asked_by}: the weights of {model} lack {named}; get its files again, or pass a model whose weights and "
-            "config.json belong together"
-        )
+        wrong = f"the weights of {model} lack {named}; get its files again, or"
+    if wrong:
+        raise ValueError(f"{asked_by}: {wrong} pass a model whose weights and config.json belong together")
     return loaded
 
 
@@ -215,10 +207,10 @@ def read_text(opened: TextIO, characters: int = -1) -> str:
 
 
 def tokens_of(
-    read: Callable[[int], str], tokenizer: PreTrainedTokenizerBase, piece: int = PIECE, overlap: int = OVERLAP
+    read: Callable[[int], str], tokenizer: PreTrainedTokenizerBase, piece: int = 2**16, overlap: int = 2**12
 ) -> Iterator[list[int]]:
     """Yields the token ids of the text that `read(characters)` goes through, some at a time: those that the whole text
-    would give, in memory for a piece; at most two pieces more are read.
+    would give, in memory for a piece, of so many characters; at most two pieces more are read.
 
     What a tokenizer makes of a place depends on the text around it, so pieces overlap. A piece and the next are joined
     in the middle of what they share if they have the same tokens in the middle half of it; else the piece is made
@@ -252,8 +244,8 @@ def tokens_of(
     yield [token for token, begin, _ in tokens if begin >= joined]
 
 
-def tokens_at(start: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
-    """Returns the tokens of a piece of text that starts at `start`."""
+def tokens_at(start: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int, int]]:
+    """Returns the tokens of a piece of text that starts at `start`: ids, and where in the text each starts and ends."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
     return [(token, start + begin, start + end) for token, (begin, end) in pairs]

@@ -1,10 +1,8 @@
 """The job of `seqtile evaluate`: a model and text files, evaluated on this process or on ranks that share documents."""
 
 import io
-import json
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +14,7 @@ from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
 from seqtile.recipes import EvaluateOptions, Job
 from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, read_of, read_text
-from seqtile.recipes.output import write_picture, written_beside
+from seqtile.recipes.output import write_figures
 from seqtile.recipes.state import rank
 from seqtile.recipes.train import sequence_group
 
@@ -46,14 +44,13 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
             bar = progress.add_task("", total=None)
-
-            def each(done: int, total: int) -> None:
-                progress.update(bar, completed=done, total=total)
-
             given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
-            found = evaluate_model(model, documents, each=each, **given)
+            given["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
+            found = evaluate_model(model, documents, **given)
         if asked.output is not None and rank() == 0:
-            write_evaluation(found, f"{asked.model}: {', '.join(file.name for file in asked.text)}", asked.output)
+            asked.output.mkdir(parents=True, exist_ok=True)
+            title = f"{asked.model}: {', '.join(file.name for file in asked.text)}"
+            write_figures(asked.output / "evaluation", found.figures(), partial(picture, found, title))
     return found
 
 
@@ -73,14 +70,6 @@ def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:
         found.append(torch.tensor(ids))
         text_bytes += len(text.encode())
     return found, text_bytes
-
-
-def write_evaluation(found: Evaluation, title: str, directory: Path) -> None:
-    """Writes evaluation.json, and evaluation.png if matplotlib is installed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with written_beside(directory / "evaluation.json") as new:
-        new.write_text(json.dumps(found.figures(), indent=2) + "\n", encoding="utf-8")
-    write_picture(directory / "evaluation.png", partial(picture, found, title))
 
 
 def picture(found: Evaluation, title: str) -> "Figure":

@@ -70,15 +70,10 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 
 def fitted(job: Job, console: Console) -> Job:
     """Returns the job with the cheapest features that fit, see `seqtile.fit`. Raises ValueError if none do."""
-    on_gpu, memory = job.device == "cuda", host_memory_at_hand()
-    setup = Setup(
-        dtype=job.dtype,
-        autocast=job.dtype == "bfloat16",
-        gpus=ranks(),
-        sequence_parallel=job.sequence_parallel,
-        gpu_memory_gib=gpu_memory_at_hand() if on_gpu else memory,
-        host_memory_gib=memory,
-    )
+    on_gpu, memory, spread = job.device == "cuda", host_memory_at_hand(), job.sequence_parallel
+    sizes = {"gpu_memory_gib": gpu_memory_at_hand() if on_gpu else memory, "host_memory_gib": memory}
+    autocast = job.dtype == "bfloat16"
+    setup = Setup(dtype=job.dtype, autocast=autocast, gpus=ranks(), sequence_parallel=spread, **sizes)
     found = choose(formula_of(load_config(job.model)), setup, job.seq_len, host=on_gpu)
     console.print(str(found))
     groups = found.setup.head_groups
@@ -114,8 +109,7 @@ def prepared(job: Job, console: Console, tokenizer_files: Path) -> Run:
         remove_incomplete(job.output / name)
     console.print(str(data))
     if job.seq_len > config.max_position_embeddings:
-        most = f"{config.max_position_embeddings:,} positions at most"
-        console.print(f"note: {job.model} is configured for {most}")
+        console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")
     rows = data.rows.view(job.steps, groups, job.seq_len)
     run = Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
     if job.resume:

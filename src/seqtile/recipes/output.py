@@ -121,12 +121,15 @@ def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int
     }
 
 
-def write_picture(path: Path, draw: Callable[[], "Figure"]) -> None:
-    """Writes the figure that `draw` returns as a PNG file; warns instead if matplotlib is not installed."""
+def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figure"]) -> None:
+    """Writes `path`.json, and the figure that `draw` returns as `path`.png; warns instead if matplotlib is not
+    installed."""
+    with written_beside(path.with_suffix(".json")) as new:
+        new.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is None:
-        logger.warning(f"{path.name} is left out: it needs matplotlib (pip install matplotlib)")
+        logger.warning(f"{path.name}.png is left out: it needs matplotlib (pip install matplotlib)")
         return
-    with written_beside(path) as new:
+    with written_beside(path.with_suffix(".png")) as new:
         draw().savefig(new, dpi=150, format="png")
 
 
@@ -134,9 +137,7 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
     """Writes report.json to `directory`, and report.png if matplotlib is installed. Raises OSError, which says that the
     model is there."""
     try:
-        with written_beside(directory / "report.json") as new:
-            new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        write_picture(directory / "report.png", partial(picture, report))
+        write_figures(directory / "report", report, partial(picture, report))
     except OSError as error:
         raise OSError(f"the model is in {directory}, but its report could not be written there ({error})") from error
 

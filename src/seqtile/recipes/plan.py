@@ -30,25 +30,18 @@ class PlanOptions:
     shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
     gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
-    gpu_memory_gib: float = option(
-        80, "GiB that a step may take on each GPU; leave a fifth free: 64 for 80.", "--gpu-memory"
-    )
+    gpu_memory_gib: float = option(80, "GiB a step may take on a GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs per node.")
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
-    optimizer: str = option(
-        "adamw", "adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit or sgd."
-    )
+    optimizer: str = option("adamw", "adamw (16 bytes a parameter, float32 copy included), adamw_8bit or sgd.")
     dtype: str = option("bfloat16", "Dtype of weights and activations: bfloat16, float16 or float32.")
     autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
     lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
     load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
     accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
-    layer: bool = option(
-        False,
-        "Tile whole layers, even if the sequence fits without; their inputs on the host, unless --only lacks host.",
-    )
+    layer: bool = option(False, "Tile whole layers, needed or not; their inputs on the host unless --only lacks host.")
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")

@@ -73,10 +73,9 @@ def interrupts_noted(run: Run, console: Console) -> Iterator[list[int]]:
     noted: list[int] = []
 
     def note(number: int, frame: Any) -> None:
-        noted.append(number)  # before it is told, so that a second one is known as such
+        noted.append(number)
         if run.job.local_rank is None:
-            if len(noted) > 1:
-                raise KeyboardInterrupt
+            signal.signal(signal.SIGINT, before)  # which raises for a second one
             newline = "\n" if console.is_terminal else ""  # there a bar ends without one
             console.print(f"{newline}interrupted: after this step the model is saved; Ctrl-C again ends it at once")
 
@@ -144,9 +143,8 @@ def take_steps(
                 console.print(f"{name}: step {len(done.losses)}/{job.steps}  {said}")
             check_last_loss(done.losses)
             interrupted, count, every = ranks[:, 1].any().item(), len(done.losses), job.save_every
-            due = interrupted and count < job.steps
-            due = due or (every is not None and (count % every == 0 or count == job.steps))
-            if run.save_to is not None and due:
+            due = interrupted if count < job.steps else every is not None
+            if run.save_to is not None and (due or (every and count % every == 0)):
                 save_checkpoint(training, run, done, console)
             if interrupted:
                 break

@@ -1,4 +1,5 @@
-"""What users declare to treat each token by itself, so that it may run on a part of the tokens at a time."""
+"""Marks modules, functions and hooks that users declare to treat each token by itself. seqtile may run these on a part
+of the tokens at a time."""
 
 from functools import partial
 from types import FunctionType
@@ -7,22 +8,23 @@ from typing import Any, TypeVar
 MARK = "_seqtile_tokenwise"
 _Thing = TypeVar("_Thing")
 latest: Any = None
-"""Replaced by a new object at each declaration, so that what was decided before it is decided again."""
+"""Each declaration sets this to a new object. Kept verdicts compare it by identity, and are made anew."""
 
 
 def tokenwise(thing: _Thing) -> _Thing:
     """Declares that something treats each token by itself, and keeps and counts nothing.
 
-    seqtile then runs it once for each chunk of the tokens, and again in the backward. What is neither declared nor
-    Hugging Face's, PyTorch's or of another known library leaves the part of the model around it untiled. The first
-    training step compares the loss and gradients of what is declared with the untiled model's.
+    seqtile then runs it once for each chunk of the tokens, and again in the backward. seqtile leaves a part of the
+    model untiled if it holds something that is neither known (docs/compatibility.md) nor declared. The first training
+    step compares the loss and gradients of what is declared with the untiled model's.
 
     Args:
-        thing: a class of modules (not its subclasses), a module with all that is inside it, a function that stands in
-            a module's place or as its forward, or a hook.
+        thing: a class of modules (not its subclasses), a module with the modules inside it (not the hooks on them), a
+            function that stands in a module's place or, inside a part, as a module's forward, or a hook.
 
-    Returns `thing`, so that this is a decorator, too; a partial, a bound method or a builtin wrapped in an object that
-    calls it. The mark is an attribute: it survives copy.deepcopy and pickle.
+    Returns `thing`, so that it can be used as a decorator. A partial, a bound method or a builtin takes no attribute:
+    for these it returns a wrapper, which you have to use instead. The mark is an attribute: it survives copy.deepcopy
+    and pickle.
 
     Raises TypeError for what cannot be called.
     """

@@ -219,7 +219,7 @@ def test_what_cannot_be_put_back(case: str, how: str, monkeypatch: pytest.Monkey
         act, name = nn.Tanh(), "forward"
     model = stepped(act)
     said, place = outcome_of(model), f"model.layers.0.mlp.act_fn is a {type(act).__name__}"
-    assert said.startswith(f"not compared: {place} that may keep state in {name} (") and "); declare it" in said
+    assert said.startswith(f"not compared: {place} that may keep state in {name} (") and "restore; declare it" in said
     assert said in str(seqtile.status(model)) and (calls in ([1], [])) and getattr(act, "calls", 1) == 1
 
 

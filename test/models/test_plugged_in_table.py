@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN, GELUTanh, SiLUActivation
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -94,9 +95,10 @@ def declared(change: Change, name: str) -> Change:
     return both
 
 
-def replaced(owner: Any, name: str) -> Change:
+def replaced(owner: Any, name: str, prepare: Change = id) -> Change:
     @contextmanager
     def change(model: nn.Module) -> Iterator[None]:
+        prepare(model)
         original = getattr(owner, name)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(owner, name, lambda *args, **kwargs: original(*args, **kwargs))
@@ -166,6 +168,17 @@ def on_parameters(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(lambda parameter: sizes.append(parameter.shape))
 
 
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def in_mode(model: nn.Module) -> Iterator[None]:
+    with Functions():
+        yield
+
+
 @contextmanager
 def on_every_module(model: nn.Module) -> Iterator[None]:
     with register_module_forward_hook(lambda module, args, output: None):
@@ -206,10 +219,19 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
     },
     "a subclass of a known class": {MLP: [*as_up(lambda: OwnForward(64, 48)), of_each("mlp.up_proj", own_class)]},
     "a module of your own class, declared": {MLP: [declared(*as_activation(Double), "act_fn")]},
-    "a function of your own": {MLP: as_function(mixing_function)},
+    "a function of your own": {MLP: as_function(mixing_function, torch.enable_grad()(mixing_function))},
     "`F.silu`": {MLP: as_function(F.silu, torch.tanh, F.hardswish, partial(F.gelu, approximate="tanh"))},
     "a forward set": {MLP: [own_forward("mlp.act_fn", mixing_forward)]},
-    "a function of PyTorch": {MLP: [replaced(F, "linear"), replaced(F, "silu")], HEAD: [replaced(F, "linear")]},
+    "a function of PyTorch": {
+        MLP: [
+            *(replaced(F, name) for name in ("linear", "silu")),
+            replaced(F, "relu", *as_activation(nn.ReLU)),
+            replaced(F, "dropout", *as_activation(lambda: nn.Dropout(0.0))),
+            replaced(F, "layer_norm", *as_activation(lambda: nn.LayerNorm(48))),
+        ],
+        HEAD: [replaced(F, "linear")],
+    },
+    "an active `TorchFunctionMode`": {MLP: [in_mode], LAYER: [in_mode], HEAD: [in_mode]},
     "with `layer=True`: another rotary": {LAYER: [replaced(modeling_llama, "apply_rotary_pos_emb")]},
     "`use_kernels=True`: a module that": {
         MLP: [kernelized("mlp.act_fn", "SiLU")],
@@ -222,6 +244,12 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
     },
     "`torch.compile` of": {
         MLP: [*as_activation(lambda: torch.compile(Mixing())), *as_function(torch.compile(mixing_function))]
+    },
+    "the same, declared": {
+        MLP: [
+            *as_activation(lambda: seqtile.tokenwise(torch.compile(Double()))),
+            *as_activation(lambda: torch.compile(seqtile.tokenwise(Double()))),
+        ]
     },
     "a checkpoint wrapper": {MLP: [in_layer("mlp.act_fn", checkpoint_wrapper)]},
     "`weight_norm`": {MLP: of_up(parametrizations.weight_norm, parametrizations.orthogonal)},

@@ -132,8 +132,9 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     """Returns the result of the comparison as text. Raises ValueError for a difference."""
     full, placed, state = options.check == "full", tiled_modules(model), State(model)
     if ranks.any(bool(state.lost)):
-        lost = "; ".join(state.lost) or "on another rank a module may keep state"
-        return f"{_UNCOMPARED}: {lost}; declare it with seqtile.tokenwise, or keep its state in buffers"
+        lost = "; ".join(state.lost) or "on another rank a module may keep state that seqtile cannot restore"
+        remedy = "declare it with seqtile.tokenwise if it keeps nothing, or keep its state in buffers"
+        return f"{_UNCOMPARED}: {lost}; {remedy}"
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)

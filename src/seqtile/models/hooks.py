@@ -1,7 +1,7 @@
 """Hooks on modules: which of them are known, by where they were written.
 
-    harmless  only watches, or gathers parameters: a module with it may be read instead of called
-    known     a listed library's or seqtile's: may be called once a chunk
+    harmless  only watches, or gathers parameters, so seqtile may compute a module from its weights without calling it
+    known     belongs to a listed library or to seqtile, and may be called once for each chunk
     declared  a user's, marked by `seqtile.tokenwise`: the same
     unknown   any other: the part of the model around it is not tiled
 
@@ -79,8 +79,8 @@ def is_known(hook: Callable) -> bool:
 
 
 def is_harmless(hook: Callable, recording: bool) -> bool:
-    """Returns whether a hook does nothing that reading the module's tensors would leave out. If `recording`, Hugging
-    Face's recorders of outputs do something."""
+    """Returns whether a module with this hook may be computed from its weights, without calling the hook. If
+    `recording`, Hugging Face's recorders of outputs must be called."""
     return _written_in(hook).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
 
 

@@ -38,8 +38,8 @@ _UNKNOWN = "which is neither known nor declared to treat each token by itself"
 _LIBRARIES = ("peft", "bitsandbytes", "torchao", "liger_kernel")
 _CLASSES = frozenset(Path(__file__).with_name("known_layers.txt").read_text().split())
 """Modules, LoRA variants, classes of weights, and ways to scale an input, of PyTorch, of these libraries and of
-transformers' quantisation, by their full names. Each was found by reading its forward. Whatever else they have may look
-at other tokens, as some of it does."""
+transformers' quantisation, by their full names. The forward of each was read: it treats each token by itself. Classes
+of these libraries that are not listed may mix tokens; some do."""
 _ACTIVATIONS = {name.rpartition(".")[2] for name in _CLASSES if name.startswith("torch.nn.modules.activation.")}
 _FUNCTIONS = {name.lower() for name in _ACTIVATIONS} | {"leaky_relu"}
 CALLED = (  # by PyTorch's modules, by Hugging Face's code, or by a call of any module
@@ -56,8 +56,8 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
     """Says which module, function or hook in a part of a model is neither known nor declared; None if none is.
 
     With `name`, such as "head", `root` is called once a chunk, so its own hooks count. Without, `root` is the part: it
-    is called once, with all tokens, and its hooks run once. A compiler, which cannot follow this, gets None: what it
-    compiles asks `unknown_apart` where it would run in chunks.
+    is called once, with all tokens, and its hooks run once. Under torch.compile it returns None, since the compiler
+    cannot trace it; compiled code calls `unknown_apart`, which runs eagerly, before it runs a part in chunks.
     """
     if torch.compiler.is_compiling():
         return None
@@ -203,7 +203,7 @@ def _experts_function(module: nn.Module) -> dict[str, Any]:
 
 @cache
 def _made_by(cls: type) -> set[str]:
-    """Returns the names of the classes that the code of a class's `__init__` uses, and what that calls."""
+    """Returns the names of the classes that a class's `__init__`, and functions that it calls, use."""
     names: set[str] = set()
     waiting: list[Any] = [vars(base).get("__init__") for base in cls.__mro__ if base is not nn.Module]
     while waiting:
@@ -229,7 +229,7 @@ def refusal_of(module: nn.Module) -> str | None:
     """Says why a module of a library may not treat each token by itself, in words that follow its name; None if it
     does. Its submodules are not looked at.
 
-    Of any other module it looks at the forward, if that is of a library, and at the classes of its weights.
+    For a module of no library it checks the forward, if a library defines that, and the classes of the weights.
     """
     cls = class_of(module)
     name, forward = named(cls), defining_path(decorated(computed_forward(module))).removesuffix(".forward")
@@ -329,8 +329,8 @@ def _eight_bits_reason(module: Any) -> str | None:
 
 
 def _float8_reason(module: Any) -> str | None:
-    """Says what a layer for training in float8 scales by all its tokens: its input, its gradient, or its weight's. Of a
-    float8 number a scale that is a power of two changes nothing but the exponent."""
+    """Says what a layer for training in float8 scales by all its tokens: its input, its gradient, or its weight's. A
+    scale that is a power of two changes only the exponent of a float8 number."""
     config = module.config
     for cast in (config.cast_config_input, config.cast_config_grad_output):
         if cast.scaling_type.name != "DISABLED" and cast.scaling_granularity.name != "AXISWISE":

@@ -1,4 +1,4 @@
-"""What decides the result of modules in a forward, put back for a backward that runs the modules again.
+"""Records what modules depend on in a forward, and restores it for the backward, which runs the modules again.
 
     forward    snapshot = Snapshot(parts, dicts, ...)
     backward   with snapshot.put_back():      classes, attributes, children, parameters, adapters, hooks of then
@@ -52,8 +52,8 @@ class Snapshot:
     Args:
         parts: every module.
         dicts: what `dicts_of` yields for them.
-        without: dicts, and names there, whose values are not kept alive.
-        rewritten: ids of tensors that may change in place.
+        without: (dict, key) pairs whose values it does not keep alive.
+        rewritten: ids of tensors that may be changed in place.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Snapshot:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Restores everything for the time of the context, but for what `changed` names."""
+        """Restores everything for the time of the context, except what `changed` returns."""
         types = [(part, type(part), then) for part, then in zip(self._parts, self._types, strict=True)]
         types = [(part, now, then) for part, now, then in types if now is not then]
         changed = []
@@ -124,8 +124,8 @@ class Snapshot:
 
 
 def _wanted(now: dict, then: dict) -> dict:
-    """Returns what a dict is to hold: what it held, but for what others exchange. True tells how a new hook is
-    called."""
+    """Returns what a dict is to hold: what it held in the forward, except for entries that may differ
+    (`_is_exchanged`). A new key with the value True is a flag of a new hook (such as with_kwargs), and stays."""
     new = {name: value for name, value in now.items() if value is True and name not in then}
     kept = new | {name: value for name, value in now.items() if _is_exchanged(value, then.get(name))}
     return {name: value for name, value in then.items() if not _is_exchanged(value, now.get(name))} | kept

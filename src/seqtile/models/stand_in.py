@@ -1,4 +1,4 @@
-"""What a model's forward finds in place of its head and its loss, in the thread that runs it alone.
+"""Replaces a model's head and loss function during one forward, only for the thread that runs it.
 
     self.lm_head          a descriptor of the class, which comes before nn.Module's look-up of children
     self.loss_function    a property around that of PreTrainedModel
@@ -27,7 +27,7 @@ def _stand_in(owner: nn.Module, name: str) -> Any:
 
 
 class _Child:
-    """A child of a module, or its stand-in."""
+    """A descriptor that returns a child of a module, or its stand-in."""
 
     def __init__(self, name: str):
         self._name = name
@@ -77,7 +77,7 @@ def _as_attributes(model: nn.Module, loss: Any, owner: nn.Module, name: str, hea
 
 
 def without_stand_ins(function: Callable) -> Callable:
-    """Returns `function`, which finds heads and losses themselves also where a forward that calls it does not."""
+    """Wraps `function` so that it sees the real head and loss, also if it is called in a forward with stand-ins."""
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:

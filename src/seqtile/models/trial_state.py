@@ -1,10 +1,11 @@
-"""What a model keeps, put back after each run of the comparison, which calls its modules a few times more.
+"""Saves a model's state before the first step's comparison, and restores it after each run, since the runs call the
+modules a few more times.
 
 put back   attributes, buffers, tensors and generators of random numbers of modules; of users' undeclared modules also
            their own parameters, plain attributes of their classes, and the contents of lists, dicts, sets and deques
-lost       any other object that a user's undeclared module or function holds or names, such as a file, an iterator or
-           a Python module of the user's, and variables that a function of the user's sets outside of itself: the step
-           is not compared
+lost       objects that cannot be restored: any other that a user's undeclared module or function holds or uses, such
+           as a file, an iterator or a Python module of the user's, and variables that a function of the user's sets
+           outside of itself. Then the step is not compared
 """
 
 import enum
@@ -71,7 +72,7 @@ class State:
                 put_back()
 
     def _lost_in(self, model: nn.Module) -> Iterator[str]:
-        """Notes what users' undeclared modules and functions hold and name; yields what cannot be put back."""
+        """Records how to restore what users' undeclared modules and functions hold and use; yields what cannot be."""
         declared = [each for each in model.modules() if is_declared(each) or is_declared(class_of(each))]
         declared = {inside for each in declared for inside in each.modules()}
         for place, module in model.named_modules():
@@ -90,10 +91,10 @@ class State:
             for name, each in held.items():
                 if not self._is_put_back(each):
                     what = f"{place or 'it'} is a {type(module).__name__}"
-                    yield f"{what} that may keep state in {name} ({type(each).__name__})"
+                    yield f"{what} that may keep state in {name} ({type(each).__name__}), which seqtile cannot restore"
 
     def _is_put_back(self, thing: Any) -> bool:
-        """Notes what an object holds or names. Returns whether all of that can be put back."""
+        """Records how to restore what an object holds or uses. Returns whether all of that can be restored."""
         if id(thing) in self._seen or is_declared(thing):
             return True
         self._seen[id(thing)] = thing  # kept alive, so that its id stays unique
@@ -119,7 +120,7 @@ class State:
         return all([self._is_put_back(each) for each in inside])
 
     def _keep(self, thing: Any) -> bool:
-        """Notes the value of a tensor or the state of a generator. Returns whether it can be put back."""
+        """Records the value of a tensor or the state of a generator. Returns whether it can be restored."""
         if isinstance(thing, torch.Tensor):
             is_plain = thing.layout is torch.strided and not thing.is_meta and 0 not in thing.stride()
             if is_plain := is_plain and thing.numel() <= SMALL:

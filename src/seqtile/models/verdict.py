@@ -5,7 +5,8 @@
 
 It compares the attributes of the module and its submodules, the contents of their dicts and lists (hooks, children,
 parameters, adapters), the classes and their forwards, all globals that the forwards name, torch's functions, whether
-autocast is on, and the active TorchFunctionModes. This walks no tree and calls no Python function.
+autocast is on, and the active TorchFunctionModes. The comparison does not walk the module
+tree, and calls no Python function.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -74,8 +75,8 @@ def left_untiled(module: nn.Module, unknown: str) -> Verdict:
 
 
 class Verdicts:
-    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own. For a compiler,
-    whose guards see what changes, none is kept.
+    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own. Under
+    torch.compile none is kept, since its guards notice changes.
     """
 
     def __init__(self, inspect: Callable[[nn.Module, torch.dtype | None], Verdict]):
@@ -99,8 +100,8 @@ class Verdicts:
 
 
 class _Kept:
-    """A verdict, and what it was found from. It does not hold the attributes' dict of the module itself, in which it
-    is: nothing would free the two but the garbage collector."""
+    """A verdict, and what it was found from. It holds no reference to the module's own `__dict__`: that would be a
+    cycle, which only the garbage collector frees."""
 
     def __init__(self, verdict: Verdict, module: nn.Module, dtype: torch.dtype | None):
         self.verdict = verdict

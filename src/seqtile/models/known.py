@@ -34,7 +34,7 @@ _OF_TORCHS_OWN = ("torch.nn.modules.", "torch.nn.utils.", "torch._dynamo.", "tor
 _OF_TORCHS_OWN += ("torch._compile",)  # in which torch.utils.checkpoint's functions are wrapped
 HUGGING_FACE = ("transformers", "transformers_modules")  # the latter: code that from_pretrained loads from the hub
 _OTHERS = ("seqtile", "accelerate", "deepspeed")
-_UNKNOWN = "which is neither known nor declared to treat each token by itself"
+UNKNOWN = "which is neither known nor declared to treat each token by itself"
 _LIBRARIES = ("peft", "bitsandbytes", "torchao", "liger_kernel")
 _CLASSES = frozenset(Path(__file__).with_name("known_layers.txt").read_text().split())
 """Modules, LoRA variants, classes of weights, and ways to scale an input, of PyTorch, of these libraries and of
@@ -62,16 +62,16 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
     if torch.compiler.is_compiling():
         return None
     if (hook := unknown_hook(None)) is not None:
-        return f"every module has a hook, {named(hook)}, {_UNKNOWN}"
+        return f"every module has a hook, {named(hook)}, {UNKNOWN}"
     for mode in function_modes():
         return f"the TorchFunctionMode {named(type(mode))} is active"
     for function in (getattr(*each) for each in CALLED):
         if not (is_known_home(_home_of(function)) or is_declared(function)):
-            return f"PyTorch calls {named(function)}, {_UNKNOWN}"
+            return f"PyTorch calls {named(function)}, {UNKNOWN}"
     for place, module, maker, is_inside_declared in _walk(root, name):
         its = f"its {place}" if place else "it"
         if place and (hook := unknown_hook(module)) is not None:
-            return f"{its} has a hook, {named(hook)}, {_UNKNOWN}"
+            return f"{its} has a hook, {named(hook)}, {UNKNOWN}"
         if not is_inside_declared and (reason := _unknown(module, maker)) is not None:
             return f"{its} {reason}"
     return None
@@ -113,7 +113,7 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
         if (refusal := refusal_of(module)) is not None:
             return refusal
         if not _is_known_class(cls, module, maker):
-            return f"is a {named(cls)}, {_UNKNOWN}"
+            return f"is a {named(cls)}, {UNKNOWN}"
         functions = {"forward": (forward := computed_forward(module)), "__call__": type(module).__call__}
         functions["_call_impl"] = type(module)._call_impl
         if not cls.__module__.startswith("torch."):
@@ -124,12 +124,12 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
     functions.pop("_torchdynamo_orig_callable", None)  # the forward of the module that a compiled one holds
     for name, function in functions.items():
         if not isinstance(function, type) and not _is_known_function(function, module):
-            return f"has {named(function)} as its {name}, {_UNKNOWN}"
+            return f"has {named(function)} as its {name}, {UNKNOWN}"
     hooks = [vars(module).get("_hf_hook")]  # Accelerate's, which calls it from a forward of its own
     for each in hooks:
         hooks += getattr(each, "hooks", ())
         if each is not None and type(each).__module__.split(".")[0] != "accelerate":
-            return f"has Accelerate call {named(type(each))}, {_UNKNOWN}"
+            return f"has Accelerate call {named(type(each))}, {UNKNOWN}"
     return None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from seqtile.limits import cudnn_note, flash_limit
 from seqtile.models.find import head_of, is_checkpointed
 from seqtile.models.first_step import outcome_of
+from seqtile.models.known import UNKNOWN
 from seqtile.models.layer import groups_of
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
@@ -59,6 +60,9 @@ class PartStatus:
     """For each kind of module, up to how many tokens a batch runs untiled. Of fused layers less than `chunk_tokens`."""
 
     def __str__(self) -> str:
+        left = self.tiled - self.fused - self.chunked
+        if self.tiled and left == self.tiled and self.untiled_reason and not self.problem:
+            return f"untiled: {self.untiled_reason}"
         if self.tiled:
             text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a chunk"
             if self.fused:
@@ -82,7 +86,6 @@ class PartStatus:
                 liger = takers == ["liger_kernel"]
                 reason = "liger_kernel took it back" if liger else f"{takers[0]} has a forward of its own"
             text += f"; {reason}: apply seqtile to this model, last"
-        left = self.tiled - self.fused - self.chunked
         ways = ((self.chunked, "in chunks", self.reason), (left, "untiled", self.untiled_reason))
         for count, how, reason in ways if self.problem is None else ():
             if count and reason:
@@ -162,8 +165,8 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
-    if any(part is not None and part.untiled_reason for part in (loss, mlp, layer)):
-        yield f"seqtile does not try out what it does not know: {REMEDY}"
+    if any(UNKNOWN in ((part and part.untiled_reason) or "") for part in (loss, mlp, layer)):
+        yield f"seqtile leaves a part untiled if it holds something that is neither known nor declared: {REMEDY}"
     if loss is not None and loss.untiled_reason:
         vocab, width = model.config.get_text_config().vocab_size, model.dtype.itemsize
         yield f"an untiled head makes logits of {vocab * width:,} bytes a token, and its loss {vocab * 4:,} in float32"
@@ -221,6 +224,12 @@ def _package_at(module: nn.Module) -> str:
     return next((package for package in packages if package not in _PASS_ON), packages[0])
 
 
+def _joined(way: str, reasons: Counter) -> str | None:
+    """Returns why modules are computed in a way; of several reasons each with the number of modules."""
+    found = {reason: count for (how, reason), count in reasons.items() if how == way and reason}
+    return "; ".join(f"{reason} ({count})" if len(found) > 1 else reason for reason, count in found.items()) or None
+
+
 def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     """Returns who computes the modules of parts that share an option."""
     config = model.config.get_text_config()
@@ -229,13 +238,13 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(_package_at(module) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    ways, reasons, problem, groups, chunk_tokens, untiled = Counter(), {}, None, set(), set(), set()
+    ways, reasons, problem, groups, chunk_tokens, untiled = Counter(), Counter(), None, set(), set(), set()
     checkpointed, itemsize = is_checkpointed(model), model.dtype.itemsize
     for module, placement in placements.items():
         verdict, options = part_of[module].verdict(module), placement.options
         ways[verdict.how] += 1
         if verdict.tileable:
-            reasons.setdefault(verdict.how, verdict.reason)
+            reasons[verdict.how, verdict.reason] += 1
         try:
             part_of[module].check(module, options)
         except ValueError as error:
@@ -257,8 +266,8 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         untiled_tokens=tuple(sorted(untiled)),
         fused=ways["fused"],
         chunked=ways["chunked"],
-        reason=reasons.get("chunked"),
-        untiled_reason=reasons.get("untiled"),
+        reason=_joined("chunked", reasons),
+        untiled_reason=_joined("untiled", reasons),
         problem=problem,
         refused=sum(type(module).__name__ in refused_of(model) for module in part_of if module not in placements),
         head_groups=max(groups, default=None),

@@ -115,11 +115,13 @@ class Snapshot:
 
     def changed(self) -> list[str]:
         """Returns the names of what has changed and cannot be put back."""
-        changed = [name for (name, then), (_, now) in zip(self._fixed, self._fixed_now(), strict=True) if then != now]
+        pairs = zip(self._fixed, self._fixed_now(), strict=True)
+        changed = [*dict.fromkeys(name for (name, then), (_, now) in pairs if then != now)]
         if (found := self._frozen.changed()) is not None:
             tensor, how = found
-            names = (name for then in self._then for name, value in then.items() if value is tensor)
-            changed.append(f"{next(names)} {list(tensor.shape)}, which {how}")
+            held = ((part, name, value) for part in self._parts for name, value in part.named_parameters(recurse=False))
+            names = (f"{type(part).__name__}.{name}" for part, name, value in held if value is tensor)
+            changed.append(f"{next(names, 'a buffer')} {list(tensor.shape)}, which {how}")
         return changed
 
 

@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules import linear as linear_module
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.declared import tokenwise
 from seqtile.models.hooks import hooks_of
-from seqtile.models.known import CALLED
+from seqtile.models.known import CALLED, UNKNOWN
 from seqtile.models.placement import placement_of
 from seqtile.ops.save_early import saved_unseen
 
@@ -65,12 +66,18 @@ class Verdict(NamedTuple):
     """Experts over experts per token, of the experts inside."""
 
 
-REMEDY = "remove it, or declare it with seqtile.tokenwise if it keeps nothing and treats each token by itself"
+REMEDY = (
+    "remove it; or, if it treats each token by itself, and keeps and counts nothing, declare it with seqtile.tokenwise "
+    "(docs/plugged-in.md)"
+)
 
 
 def left_untiled(module: nn.Module, unknown: str) -> Verdict:
     """Returns the verdict on a module that holds something unknown, see `unknown_in`, and warns once."""
-    logger.warning_once(f"seqtile: {type(module).__name__} is left untiled: {unknown}; {REMEDY}")
+    name = type(module).__name__
+    what = f"the head and the loss of {name} are" if isinstance(module, PreTrainedModel) else f"{name} is"
+    remedy = f"; {REMEDY}" if unknown.endswith(UNKNOWN) else ""
+    logger.warning_once(f"seqtile: {what} left untiled: {unknown}{remedy}")
     return Verdict("untiled", unknown)
 
 

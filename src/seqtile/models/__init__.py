@@ -12,16 +12,7 @@ from seqtile.models.model_types import model_types
 from seqtile.models.patch import apply, restore, unwrapped
 from seqtile.models.placement import Options
 
-__all__ = [
-    "ENTRIES",
-    "ModelStatus",
-    "PartStatus",
-    "PrefixStatus",
-    "apply_seqtile",
-    "restore",
-    "status",
-    "unwrapped",
-]
+__all__ = ["ENTRIES", "ModelStatus", "PartStatus", "PrefixStatus", "apply_seqtile", "restore", "status", "unwrapped"]
 
 
 def apply_seqtile(

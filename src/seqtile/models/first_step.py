@@ -235,6 +235,6 @@ def _remedy(part: str | None) -> str:
     without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
         f"Pass {without} to SeqtileCallback, or to apply_seqtile after seqtile.restore(model), and please report it "
-        "(docs/troubleshooting.md), unless you declared something in it with seqtile.tokenwise: then that does not treat "
-        "each token by itself; check=False trains without this comparison"
+        "(docs/troubleshooting.md), unless you declared something in it with seqtile.tokenwise: then that does not "
+        "treat each token by itself; check=False trains without this comparison"
     )

@@ -50,6 +50,10 @@ CALLED = (  # by PyTorch's modules, by Hugging Face's code, or by a call of any 
 _ONE_SCALE = "takes one scale over all its tokens"
 _DRAWS = "draws once for all its tokens"
 _GENERATOR = "draws from a generator that it keeps"
+_WEIGHS = "weighs its experts by their mean over all its tokens"
+_BEGINS = "begins at a position, counted from the end of the sequence (aLoRA)"
+_PVERA = ("bnb.Linear4bit", "bnb.Linear8bitLt", "layer.Linear")
+_NEEDS_TASKS = "needs the task of each sequence"
 
 
 def unknown_in(root: nn.Module, name: str = "") -> str | None:
@@ -77,7 +81,12 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
     return None
 
 
-unknown_apart = torch.compiler.disable(unknown_in, reason="seqtile looks at what a part is made of")
+_apart = torch.compiler.disable(unknown_in, reason="seqtile looks at what a part is made of")
+
+
+def is_unknown_compiled(root: nn.Module, name: str = "") -> bool:
+    """Returns whether a compiler is tracing, and `unknown_in`, asked apart from its graph, finds something."""
+    return torch.compiler.is_compiling() and _apart(root, name) is not None
 
 
 def is_known_home(home: str) -> bool:
@@ -290,6 +299,10 @@ def _drops_blocks(layer: Any, adapter: str) -> bool:
     return layer.training and adapter in layer.boft_dropout and not isinstance(layer.boft_dropout[adapter], nn.Identity)
 
 
+def _keeps_a_mean(layer: Any, adapter: str) -> bool:
+    return layer.training and layer.lora_velora_init_type[adapter] != "random"
+
+
 def _draws_alone(layer: Any, adapter: str) -> bool:
     return layer.pvera_generator.get(adapter) is not None
 
@@ -297,28 +310,14 @@ def _draws_alone(layer: Any, adapter: str) -> bool:
 _ADAPTERS: dict[str, tuple[Callable[[Any, str], bool], str]] = {
     # a layer or a LoRA variant of PEFT's -> whether its adapter looks at more than one token, and what it then does
     "peft.tuners.boft.layer.Linear": (_drops_blocks, _DRAWS),
-    "peft.tuners.lily.layer.Linear": (
-        lambda layer, adapter: adapter in layer.lily_A,
-        "weighs its experts by their mean over all its tokens",
-    ),
+    "peft.tuners.lily.layer.Linear": (lambda layer, adapter: adapter in layer.lily_A, _WEIGHS),
     "peft.tuners.loha.layer.Linear": (_drops_ranks, _DRAWS),
     "peft.tuners.lokr.layer.Linear": (_drops_ranks, _DRAWS),
-    "peft.tuners.lora.variants.ALoraLinearVariant": (
-        lambda *_: True,
-        "begins at a position, counted from the end of the sequence (aLoRA)",
-    ),
+    "peft.tuners.lora.variants.ALoraLinearVariant": (lambda *_: True, _BEGINS),
     "peft.tuners.lora.variants.MontecloraLinearVariant": (lambda layer, _: layer.training, _DRAWS),
-    "peft.tuners.lora.variants.VeloraLinearVariant": (
-        lambda layer, adapter: layer.training and layer.lora_velora_init_type[adapter] != "random",
-        "keeps a mean of its tokens",
-    ),
-    "peft.tuners.poly.layer.Linear": (
-        lambda layer, adapter: adapter in layer.poly_lora_A,
-        "needs the task of each sequence",
-    ),
-    "peft.tuners.pvera.bnb.Linear4bit": (_draws_alone, _GENERATOR),
-    "peft.tuners.pvera.bnb.Linear8bitLt": (_draws_alone, _GENERATOR),
-    "peft.tuners.pvera.layer.Linear": (_draws_alone, _GENERATOR),
+    "peft.tuners.lora.variants.VeloraLinearVariant": (_keeps_a_mean, "keeps a mean of its tokens"),
+    "peft.tuners.poly.layer.Linear": (lambda layer, adapter: adapter in layer.poly_lora_A, _NEEDS_TASKS),
+    **dict.fromkeys((f"peft.tuners.pvera.{name}" for name in _PVERA), (_draws_alone, _GENERATOR)),
 }
 
 

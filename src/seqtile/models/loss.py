@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.loss import loss_utils
+from transformers.utils import ModelOutput
 
 from seqtile.models.find import head_of, positional_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
@@ -24,7 +25,7 @@ from seqtile.models.forms import code_of
 from seqtile.models.gathered import gathered, inside_call
 from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks
-from seqtile.models.known import unknown_apart, unknown_in
+from seqtile.models.known import is_unknown_compiled, unknown_in
 from seqtile.models.late_read import gathers, rows_of_chunk
 from seqtile.models.lazy_logits import connected, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
@@ -100,14 +101,13 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
                 inputs.setdefault("use_cache", False)
         verdict = loss_verdict(self)
-        is_unknown = torch.compiler.is_compiling() and verdict.how == "chunked"
-        is_unknown = is_unknown and unknown_apart(self.get_output_embeddings(), "head") is not None
+        is_unknown = verdict.how == "chunked" and is_unknown_compiled(self.get_output_embeddings(), "head")
         if verdict.error is not None and has_labels and not is_unknown:
             raise ValueError(verdict.error)
         if is_unknown or verdict.how == "untiled" or verdict.error is not None:
             output = original(self, *passed_on, **inputs)
-            if skip_logits:
-                output.logits = None
+            if skip_logits and isinstance(output, ModelOutput):
+                output = type(output)(**dict(output) | {"logits": None})
             return output
         with _lazy_head(self, options, verdict, with_logits=not skip_logits):
             output = original(self, *passed_on, **inputs)

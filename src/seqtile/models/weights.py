@@ -33,6 +33,7 @@ from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
 _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}  # by their names in `gated_mlp`
+_DEEPSPEEDS = "deepspeed.runtime.zero.linear.zero3_linear_wrap"  # replaces torch's under ZeRO-3
 PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._Orthogonal)  # keep and count nothing
 _SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # compilers know it by identity only
 
@@ -91,7 +92,7 @@ def linear_unfused_reason(module: Any) -> str | None:
         return f"is a {named(type(module))}"
     if defining_path(nn.Linear.forward) != "torch.nn.modules.linear.Linear.forward":
         return "is a torch.nn.Linear, whose forward was replaced"
-    if linear_module.F is not F or not _is_linear(F.linear):
+    if linear_module.F is not F or not (_is_builtin(F.linear, "linear") or defining_path(F.linear) == _DEEPSPEEDS):
         return f"calls torch.nn.functional.linear, which was replaced by {named(F.linear)}"
     return module_unfused_reason(module)
 
@@ -123,12 +124,6 @@ def silu_unfused_reason() -> str | None:
     if F.silu is _SILU or defining_path(F.silu) == "torch.nn.functional.silu":
         return None
     return f"torch.nn.functional.silu was replaced by {named(F.silu)}"
-
-
-def _is_linear(function: Any) -> bool:
-    """Returns whether a function is torch's linear, or DeepSpeed's, which replaces it under ZeRO-3."""
-    of_deepspeed = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
-    return _is_builtin(function, "linear") or defining_path(function) == of_deepspeed
 
 
 def _is_builtin(function: Any, name: str) -> bool:

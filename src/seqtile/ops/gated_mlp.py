@@ -26,15 +26,7 @@ from seqtile.ops.checks import (
     check_shape,
 )
 from seqtile.ops.chunks import chunks, is_trial, mlp_chunk_tokens, to_be_filled
-from seqtile.ops.linear import (
-    LowRank,
-    NodeParams,
-    Projection,
-    finish_weight_grads,
-    main_grads_of,
-    tensors_of,
-    views_of,
-)
+from seqtile.ops.linear import LowRank, NodeParams, Projection, finish_weight_grads, main_grads_of, tensors_of, views_of
 from seqtile.ops.save_early import save_early, saved_for
 
 _OP = "gated_mlp"

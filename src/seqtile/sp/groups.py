@@ -35,10 +35,7 @@ ALONE = SequenceParallel(None, 0, 1, 0, 1)
 
 
 def initialize(
-    sequence_parallel_size: int | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    sequence_parallel_size: int | None = None, *, group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
 ) -> SequenceParallel:
     """Creates or wraps the groups for sequence parallelism. torch.distributed must be initialised, and every rank must
     call this. Give exactly one argument.

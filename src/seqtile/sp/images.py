@@ -26,6 +26,8 @@ _LISTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava"
 """transformers' model types of which tests prove that features of an image depend on no other image."""
 _LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "torchao", "seqtile"}
 """Packages whose modules and hooks compute each image by itself."""
+_OF_MORE = (nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.MultiheadAttention)
+"""PyTorch's modules that may compute one image from others."""
 _FUNCTIONS = ("get_image_features", "get_video_features")
 _SELDOM_READ = ("last_hidden_state", "hidden_states", "attentions")
 """Fields that are rarely read: gathered only when they are. Of the others a list has a tensor for each image, not for
@@ -140,6 +142,8 @@ def _is_unknown(module: nn.Module) -> bool:
     """Returns whether a module is of no known library, calls code that is not, or draws random numbers."""
     rates = [value for name, value in vars(module).items() if name == "p" or "drop" in name]
     if module.training and any(isinstance(rate, float) and rate > 0 for rate in rates):
+        return True
+    if isinstance(module, _OF_MORE) or type(module).__name__ in ("Linear8bitLt", "Float8Linear"):
         return True
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     homes = [type(module).__module__, *map(_home_of, (module.forward, *hooks))]

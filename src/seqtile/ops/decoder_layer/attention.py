@@ -69,11 +69,7 @@ class GroupAttention(NamedTuple):
 
 
 def attend_by_groups(
-    call: AttentionCall,
-    x: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    params: AttentionParams,
+    call: AttentionCall, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, params: AttentionParams
 ) -> tuple[torch.Tensor, ...]:
     """Returns x [T, D] unchanged, and attention's output for each group, [T, h K]."""
     views, leaves = views_of(params), []

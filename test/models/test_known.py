@@ -10,6 +10,9 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
 import seqtile
@@ -93,6 +96,20 @@ def in_layer(name: str, made: Callable[[nn.Module], nn.Module]) -> Change:
     return of_each(owner, lambda module: setattr(module, child, made(getattr(module, child))))
 
 
+@seqtile.tokenwise
+class Declared(nn.SiLU):
+    pass
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+def with_forward(module: nn.Module) -> nn.Module:
+    module.forward = MethodType(mixing_forward, module)
+    return module
+
+
 def function_as_activation(function: Callable) -> Change:
     def change(mlp: nn.Module) -> None:
         del mlp.act_fn
@@ -122,6 +139,27 @@ PLUGGED_IN: dict[str, tuple[Change, str, str]] = {  # the change to the model, t
     ),
     "function": (function_as_activation(mixing_function), MLP, f"it has {HERE}.mixing_function as its act_fn"),
     "function of torch's": (function_as_activation(partial(torch.softmax, dim=1)), MLP, "softmax as its act_fn"),
+    "function without gradients": (
+        function_as_activation(torch.enable_grad()(mixing_function)),
+        MLP,
+        f"it has {HERE}.mixing_function as its act_fn",
+    ),
+    "checkpointed function": (
+        function_as_activation(partial(checkpoint, mixing_function, use_reentrant=False)),
+        MLP,
+        "checkpoint as its act_fn",
+    ),
+    "method of another module": (function_as_activation(nn.Softmax(dim=1).forward), MLP, "forward as its act_fn"),
+    "own forward of a declared class": (
+        of_each("mlp", lambda mlp: setattr(mlp, "act_fn", with_forward(Declared()))),
+        MLP,
+        f"act_fn has {HERE}.mixing_forward as its forward",
+    ),
+    "weight of a user's class": (
+        of_each("mlp.up_proj", lambda one: setattr(one, "weight", OwnParameter(one.weight.data))),
+        MLP,
+        f"up_proj has a {HERE}.OwnParameter",
+    ),
     "forward of an instance": (
         own_forward("mlp.act_fn", mixing_forward),
         MLP,
@@ -197,7 +235,7 @@ def test_the_part_around_it_is_left_untiled(name: str, later: bool, layer: bool)
     layers = {LAYER: 2 * (part != HEAD)} if layer else {}
     assert untiled_in(model) == {MLP: 2 * (part == MLP), HEAD: int(part == HEAD)} | layers
     if layer or part != LAYER:
-        assert f"{said}, {UNKNOWN}" in str(seqtile.status(model))
+        assert f"{said}, " in str(seqtile.status(model))
     assert_same_step(model, untiled, batch_of(2, 61))
     assert_same_loss(model, untiled)
 
@@ -307,7 +345,7 @@ def steer_gradient(module: nn.Module, grad_input: tuple, grad_output: tuple) -> 
     return tuple(None if each is None else each * torch.arange(61)[:, None] for each in grad_input)
 
 
-INSIDE = ["mlp.down_proj", "mlp.act_fn", "self_attn", "self_attn.q_proj", "input_layernorm", "mlp", "lm_head"]
+INSIDE = ["mlp.down_proj", "mlp.act_fn", "self_attn.q_proj", "input_layernorm", "mlp", "lm_head"]
 HOOKS = {
     "forward": ("register_forward_hook", steer),
     "pre": ("register_forward_pre_hook", steer_input),
@@ -439,6 +477,39 @@ def test_functions_of_torch_that_were_replaced(monkeypatch: pytest.MonkeyPatch) 
     assert untiled_in(model) == {MLP: 2, LAYER: 2, HEAD: 1}
     model.eval()(**batch_of(2, 61))
     assert set(calls) == {61}
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_a_users() -> None:
+    model = tiled_copy(build("llama"))
+    with Mode():
+        assert untiled_in(model) == {MLP: 2, LAYER: 2, HEAD: 1}
+    assert untiled_in(model) == {MLP: 0, LAYER: 0, HEAD: 0}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "layer"),
+    [(SiLUActivation, "__call__", 2), (nn.functional, "dropout", 0), (modeling_llama, "rotate_half", 2)],
+    ids=str,
+)
+def test_what_else_was_replaced(owner: object, name: str, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused part does not call dropout, and stays fused."""
+    model, usual = tiled_copy(build("llama")), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **options: usual(*args, **options), raising=False)
+    assert untiled_in(model)[LAYER] == layer
+
+
+def test_experts_computed_by_a_users_function() -> None:
+    moe = pytest.importorskip("transformers.integrations.moe")
+    model = tiled_copy(build("mixtral"), layer=False)
+    assert not untiled_in(model)[MLP]
+    moe.ALL_EXPERTS_FUNCTIONS.register("of a user", lambda *args: None)
+    model.config._experts_implementation = "of a user"
+    assert untiled_in(tiled_copy(model, layer=False))[MLP] == 2
 
 
 class Calling(nn.Module):

@@ -76,7 +76,8 @@ def loss_and_gradients(
     if loss.requires_grad and wanted:
         with without_hooks(leaves.values()), ExitStack() as hooks:
             for leaf in leaves.values():  # each doubles its gradient, so that a hook that is called once a chunk shows
-                hooks.enter_context(leaf.register_hook(_doubled))
+                doubled = leaf.register_hook(lambda d: None if d is None else d + d)  # none of a leaf with a main_grad
+                hooks.enter_context(doubled)
             scaled = loss * 2.0**10 if in_half else loss  # gradients may be small
             found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
     vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
@@ -97,10 +98,6 @@ def _returned(output: Any, mask: torch.Tensor | None) -> tuple[str, torch.Tensor
 def _signs(like: torch.Tensor, seed: int) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(seed)
     return (torch.randint(0, 2, like.shape, generator=drawn, device="cpu") * 2 - 1).to(like.device)
-
-
-def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient + gradient  # none comes of a leaf that has a main_grad
 
 
 def precision_of(*tensors: torch.Tensor | None) -> float:

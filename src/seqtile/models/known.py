@@ -97,10 +97,6 @@ def _is_of(module: nn.Module, *packages: str) -> bool:
     return class_of(module).__module__.split(".")[0] in packages
 
 
-def _is_declared(module: nn.Module) -> bool:
-    return is_declared(module) or is_declared(class_of(module))
-
-
 def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, nn.Module | None, bool]]:
     """Yields the name of each module in a part, the module, the nearest module of Hugging Face's around it, and whether
     a module around it is declared."""
@@ -108,7 +104,8 @@ def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, nn.Modul
     while waiting:
         name, module, maker, is_inside_declared = waiting.pop()
         yield name, module, maker, is_inside_declared
-        around = module if _is_of(module, *HUGGING_FACE) else maker, is_inside_declared or _is_declared(module)
+        is_inside_declared |= is_declared(module) or is_declared(class_of(module))
+        around = module if _is_of(module, *HUGGING_FACE) else maker, is_inside_declared
         children = [(f"{name}.{key}".lstrip("."), child, *around) for key, child in module._modules.items()]
         waiting += [each for each in reversed(children) if each[1] is not None]
 
@@ -123,12 +120,12 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
             return refusal
         if not _is_known_class(cls, module, maker):
             return f"is a {named(cls)}, {UNKNOWN}"
-        functions = {"forward": (forward := computed_forward(module)), "__call__": type(module).__call__}
-        functions["_call_impl"] = type(module)._call_impl
+        for base in reversed(cls.__mro__) if _is_of(module, *HUGGING_FACE) else ():
+            functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
+        functions |= {name: getattr(type(module), name) for name in ("__call__", "_call_impl")}
+        functions["forward"] = forward = computed_forward(module)
         if not cls.__module__.startswith("torch."):
             functions |= _called_by(forward) | _experts_function(module)
-        for base in cls.__mro__ if _is_of(module, *HUGGING_FACE) else ():
-            functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
     functions |= {name: value for name, value in vars(module).items() if callable(value)}
     functions.pop("_torchdynamo_orig_callable", None)  # the forward of the module that a compiled one holds
     for name, function in functions.items():

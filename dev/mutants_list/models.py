@@ -215,8 +215,8 @@ MUTANTS = (
     Mutant(
         "called again: a change before the backward is not noticed",
         "_Repeat.__call__",
-        "if changed:",
-        "if active and active != modes:",
+        "if changed := changed + [named(type(mode)) for mode in function_modes()]:",
+        "if changed := [named(type(mode)) for mode in function_modes()]:",
         ("models/test_changed_before_backward.py",),
         select="named",
     ),
@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         "known: functions of torch that were replaced do not count",
         "unknown_in",
-        "if not _is_known_function(function):",
+        "if not (is_known_home(_home_of(function)) or is_declared(function)):",
         "if False:",
         KNOWN,
         select="functions_of_torch",

@@ -27,7 +27,7 @@ def test_grouped_mm_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tiled, batch, calls = tiled_copy(untiled), batch_of(1, 3 * CHUNK + 7), []
     expected = loss_and_gradients(untiled, **batch)
     function = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", counting(calls, function))
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", seqtile.tokenwise(counting(calls, function)))
     assert_equal(loss_and_gradients(tiled, **batch), expected, 1e-5, 3e-5)
     assert len(calls) == 2 * 2 * 4  # layers, forward and backward, chunks
 

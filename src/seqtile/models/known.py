@@ -120,14 +120,16 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
             return refusal
         if not _is_known_class(cls, module, maker):
             return f"is a {named(cls)}, {UNKNOWN}"
-        for base in reversed(cls.__mro__) if _is_of(module, *HUGGING_FACE) else ():
-            functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
+        if _is_of(module, *HUGGING_FACE):
+            for base in reversed(cls.__mro__):
+                functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
+            functions |= _called_by(computed_forward(module)) | _experts_function(module)
         functions |= {name: getattr(type(module), name) for name in ("__call__", "_call_impl")}
-        functions["forward"] = forward = computed_forward(module)
-        if not cls.__module__.startswith("torch."):
-            functions |= _called_by(forward) | _experts_function(module)
-    functions |= {name: value for name, value in vars(module).items() if callable(value)}
-    functions.pop("_torchdynamo_orig_callable", None)  # the forward of the module that a compiled one holds
+        functions["forward"] = computed_forward(module)
+        functions |= {name: value for name, value in vars(module).items() if callable(value)}
+        functions.pop("_torchdynamo_orig_callable", None)  # the forward of the module that a compiled one holds
+    elif "forward" in vars(module):  # which a declaration of the class does not cover
+        functions = {"forward": vars(module)["forward"]}
     for name, function in functions.items():
         if not isinstance(function, type) and not _is_known_function(function, module):
             return f"has {named(function)} as its {name}, {UNKNOWN}"

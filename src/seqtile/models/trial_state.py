@@ -78,7 +78,7 @@ class State:
         for place, module in model.named_modules():
             if module in declared:
                 continue
-            classes = [cls for cls in type(module).__mro__ if not is_known_home(cls.__module__)]
+            classes = [cls for cls in type(module).__mro__[:-1] if not is_known_home(cls.__module__)]
             held = {}
             for cls in reversed(classes):
                 of_class = {name: each for name, each in vars(cls).items() if not name.startswith("__")}
@@ -86,7 +86,7 @@ class State:
                 self._put_back += [partial(setattr, cls, name, each) for name, each in plain]
                 held |= of_class
             held["forward"] = computed_forward(module)
-            own = (vars(module) | module._parameters if classes else vars(module)).items()
+            own = [*vars(module).items(), *(module._parameters.items() if classes else ())]
             held |= {name: each for name, each in own if name not in _LEFT_OUT and (classes or callable(each))}
             for name, each in held.items():
                 if not self._is_put_back(each):

@@ -26,7 +26,7 @@ _LISTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava"
 """transformers' model types of which tests prove that features of an image depend on no other image."""
 _LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "torchao", "seqtile"}
 """Packages whose modules and hooks compute each image by itself."""
-_OF_MORE = (nn.modules.batchnorm._BatchNorm, nn.RNNBase, nn.MultiheadAttention)
+_OF_MORE = (nn.modules.batchnorm._BatchNorm, nn.RNNBase)
 """PyTorch's modules that may compute one image from others."""
 _FUNCTIONS = ("get_image_features", "get_video_features")
 _SELDOM_READ = ("last_hidden_state", "hidden_states", "attentions")

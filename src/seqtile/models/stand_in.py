@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile.models.placement import class_of
 from seqtile.ops.state import having
 
 _now: ContextVar[dict[tuple[nn.Module, str], Any] | None] = ContextVar("stand_ins", default=None)
@@ -55,7 +56,7 @@ def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: 
     name."""
     if torch.compiler.is_compiling():
         return _as_attributes(model, loss, owner, name, head)
-    is_torchs = type(owner).__module__.startswith("torch.")  # such as a Sequential, which looks up no attribute
+    is_torchs = class_of(owner).__module__.startswith("torch.")  # such as a Sequential, which looks up no attribute
     if not (is_torchs or isinstance(getattr(type(owner), name, None), _Child)):
         setattr(type(owner), name, _Child(name))
     if not isinstance(usual := type(model).loss_function, _LossFunction):

@@ -3,15 +3,14 @@ of the tokens at a time."""
 
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 MARK = "_seqtile_tokenwise"
-_Thing = TypeVar("_Thing")
 latest: Any = None
 """Each declaration sets this to a new object. Kept verdicts compare it by identity, and are made anew."""
 
 
-def tokenwise(thing: _Thing) -> _Thing:
+def tokenwise(thing: Any) -> Any:
     """Declares that something treats each token by itself, and keeps and counts nothing.
 
     seqtile then runs it once for each chunk of the tokens, and again in the backward. seqtile leaves a part of the

@@ -1,6 +1,8 @@
 """Runs the forward of modules that cannot be fused, once per chunk.
 
-The backward runs the modules again as they were in the forward, see snapshot.py, under the same TorchFunctionModes.
+The backward runs the modules again as they were in the forward, see snapshot.py. A TorchFunctionMode that is active in
+the forward leaves the part untiled; one that is active only in the backward is an error.
+
 Weights that are computed from others, such as those of torch.func.functional_call, are computed once: every chunk gets
 them, and their gradient goes on from there.
 

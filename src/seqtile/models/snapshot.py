@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from seqtile.models.hooks import each_hook, is_harmless
+from seqtile.models.known import CALLED
 from seqtile.ops.save_early import Unchanged
 
-_OF_TORCH = ((nn.Module, "__call__"), (nn.Module, "_call_impl"))
-_OF_TORCH += tuple((F, name) for name in ("linear", "silu", "gelu", "cross_entropy"))
+_OF_TORCH = (*CALLED, (F, "cross_entropy"))
 
 
 @contextmanager

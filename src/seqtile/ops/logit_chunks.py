@@ -10,7 +10,6 @@ products, and only one chunk of logits exists at a time:
                                                                       └──mm──> added to d_W [V, D], float32
 
 If all tokens that count fit in one chunk, d_W is one product in its own dtype, without a sum.
-
 If the loss is one total, the forward already computes the gradients up to the factor of the upstream gradient. If each
 token has its own value, the backward recomputes the chunks, because only then are the upstream gradients known.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.

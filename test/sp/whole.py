@@ -372,13 +372,16 @@ def live_bytes() -> None:
         seqtile.apply_seqtile(model, chunk_tokens=128, layer=True, check=False)
         checkpointing(model, False)
         given = batch if batches == "whole" else sp.shard(batch, ctx)
-        with LiveBytes() as live:
-            loss = model(**given, use_cache=False).loss
-            (loss if batches == "whole" else sp.reduce_loss(loss, ctx)).backward()
-        peaks[batches] = live.peak
+        of_steps = []
+        for _ in range(6):
+            with LiveBytes() as live:
+                loss = model(**given, use_cache=False).loss
+                (loss if batches == "whole" else sp.reduce_loss(loss, ctx)).backward()
+            of_steps.append(live.peak)
+            model.zero_grad()
+        peaks[batches] = min(of_steps)  # gloo's thread now and then holds a collective's buffers a little longer
     integers = 10 * 8 * length  # for whole sequences: ids, labels, positions, the owner of each token, and their hashes
-    # A collective may hold its buffers a little longer; hidden states of all tokens would add 17 %.
-    assert peaks["whole"] <= 1.1 * peaks["cut"] + integers, peaks
+    assert peaks["whole"] <= peaks["cut"] + integers, peaks  # hidden states of all tokens would add 17 %
 
 
 def refused() -> None:

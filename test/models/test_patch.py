@@ -414,3 +414,31 @@ def test_subclasses(cls: type) -> None:
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert runs_tiled(model) == [True, True]
     assert abs(model(**batch).loss - truth) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM"])
+@on_model_or_classes
+def test_a_forward_that_its_class_gets_afterwards(on_classes: bool, name: str, mode: str) -> None:
+    """It runs, or the next forward says that it would not; once seqtile is restored, it runs."""
+    cls, (model, batch) = getattr(modeling_llama, name), (build("llama"), batch_of(1, 37))
+    seqtile.apply_seqtile_to_llama(None if on_classes else model, layer=True, chunk_tokens=CHUNK)
+    model = getattr(build("llama") if on_classes else model, mode)()
+    before, calls = cls.forward, []
+    model(**batch)
+
+    def counted(self, *args: object, **kwargs: object):
+        calls.append(name)
+        return before(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "forward", counted)
+        if on_classes and cls in seqtile.models.patch._CLASSES["llama"].classes:
+            assert model(**batch).loss > 0 and calls, "it took the place of the tiled forward"
+            return
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"{name}.forward was replaced, by one from .*, after"):
+                model(**batch)
+        seqtile.restore("llama" if on_classes else model)
+        assert model(**batch).loss > 0 and calls
+    model(**batch)

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from seqtile.declared import is_declared, tokenwise
 from seqtile.models.difference import STATES_NAME, Difference, brief, difference, precision_of
-from seqtile.models.placement import Options, name_of
+from seqtile.models.placement import Options, name_of, original_forward
 from seqtile.models.trial_batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
@@ -58,9 +58,10 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     ValueError for a difference. Only in training, with gradients; not for a compiler, a simulation or a replica of
     torch's DataParallel.
     """
-    if torch.compiler.is_compiling() or not (options.check and model.training and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or is_trial():
         return
-    if is_trial() or getattr(model, "_is_replica", False):
+    original_forward(model)  # raises if it would no longer run
+    if not (options.check and model.training and torch.is_grad_enabled()) or getattr(model, "_is_replica", False):
         return
     made_of = vars(model).get(OUTCOME, (None,))[0]
     if made_of is not None and made_of.still_is(model):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from seqtile.models.find import text_model_of
 from seqtile.models.hooks import defining_path
 from seqtile.models.layer_form import is_llamas_norm
-from seqtile.models.placement import Options, computed_forward
+from seqtile.models.placement import Options, computed_forward, original_forward
 from seqtile.models.weights import call_unfused_reason, is_plain, named, process_unfused_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
@@ -25,6 +25,8 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            original_forward(self)  # raises if it would no longer run
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
         is_readable = is_plain(self._parameters.get("weight")) and process_unfused_reason() is None
         if fits or hidden_states.dim() != 3 or not is_readable:

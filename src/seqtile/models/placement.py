@@ -73,13 +73,26 @@ class Placement:
     """A tiled forward and the forward that it replaces."""
 
     forward: Callable
-    original: Callable
-    """The forward that runs when the tiled forward does not tile a call."""
+    replaced: Callable
     previous: Callable | None
     """The owner's own forward (in its namespace) before; None if there was none."""
+    beneath: tuple[type, Callable] | None
+    """The class from which `replaced` was inherited, and its forward; None if the owner had its own."""
     options: Options
     part: str = ""
     """The part that it tiles, as `apply_seqtile` names it; "" if it only runs the first step's check."""
+
+    @property
+    def original(self) -> Callable:
+        """The forward that runs when the tiled forward does not tile a call. Raises RuntimeError if the class has been
+        given another since, which would not run."""
+        if self.beneath is not None and (now := self.beneath[0].forward) is not self.beneath[1]:
+            if (package := package_of(now)) not in (*KNOWN_PACKAGES, "seqtile"):
+                raise RuntimeError(
+                    f"{self.beneath[0].__name__}.forward was replaced, by one from {package}, after seqtile was applied, "
+                    "and would not run; call seqtile.restore, then apply seqtile again"
+                )
+        return self.replaced
 
     def is_of(self, options: Options) -> bool:
         """Returns whether `options` would produce the same forward."""
@@ -267,8 +280,10 @@ def place(
     if base is not owner and vars(base).get(_OWN) is not None:
         base = base.__base__
     if (key := (base, original, before, part)) not in classes:
+        hidden = base if owner is not base else owner.__base__
+        beneath = (hidden, hidden.forward) if before is None else None
         forward = _like(original, wrap(original))
-        forward.seqtile_placement = Placement(forward, original, before, options, part)
+        forward.seqtile_placement = Placement(forward, original, before, beneath, options, part)
         if owner is base:
             owner.forward = forward
         classes[key] = owner if owner is base else _own_class(base, forward, forward.seqtile_placement)

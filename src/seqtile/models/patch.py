@@ -153,7 +153,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         del _CLASSES[target]
     else:
         model = unwrapped(target)
-        modules = list(dict.fromkeys(module for part in (*PARTS, CHECK) for module in part.modules(model)))
+        modules = list(model.modules())
         _unplace_all(modules)
         if (sharded := vars(model).get(SHARDED)) is not None:
             sharded.stop_sharing_prefixes()

@@ -89,8 +89,8 @@ class Placement:
         if self.beneath is not None and (now := self.beneath[0].forward) is not self.beneath[1]:
             if (package := package_of(now)) not in (*KNOWN_PACKAGES, "seqtile"):
                 raise RuntimeError(
-                    f"{self.beneath[0].__name__}.forward was replaced, by one from {package}, after seqtile was applied, "
-                    "and would not run; call seqtile.restore, then apply seqtile again"
+                    f"{self.beneath[0].__name__}.forward was replaced, by one from {package}, after seqtile was "
+                    "applied, and would not run; call seqtile.restore, then apply seqtile again"
                 )
         return self.replaced
 

@@ -258,3 +258,14 @@ def test_a_generator_of_a_known_module_is_put_back() -> None:
         assert not check or "equal the untiled model's" in outcome_of(model)
         states.append(model.model.layers[0].self_attn.v_proj.pvera_generator["default"].get_state())
     assert torch.equal(*states) and not torch.equal(states[0], torch.Generator().manual_seed(3).get_state())
+
+
+@pytest.mark.parametrize("config", [{"size": 3}, (3,), None, 3])
+def test_a_module_whose_config_is_of_another_kind(config: Any) -> None:
+    model, batch = build("llama"), batch_of(1, 37)
+    model.model.layers[1].mlp.act_fn = Noting(lambda self, x: self.kept.append(1), [])
+    model.model.layers[1].mlp.config = model.model.layers[1].mlp.act_fn.config = config
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model(**batch).loss.backward()
+    assert "equal the untiled model's" in outcome_of(model), outcome_of(model)
+    assert model.model.layers[1].mlp.act_fn.kept == [1]

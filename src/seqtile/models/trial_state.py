@@ -45,7 +45,8 @@ class State:
     """What a model keeps, as it is now."""
 
     def __init__(self, model: nn.Module):
-        configs = {id(module.config): vars(module.config) for module in model.modules() if hasattr(module, "config")}
+        held = (getattr(module, "config", None) for module in model.modules())
+        configs = {id(config): vars(config) for config in held if isinstance(config, PretrainedConfig)}
         self.attributes: list[dict[str, Any]] = [*map(vars, model.modules()), *configs.values()]
         self._put_back: list[Callable[[], None]] = []
         main_grads = [own for own in map(vars, model.parameters()) if "main_grad" in own]

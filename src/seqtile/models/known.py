@@ -211,13 +211,14 @@ def _experts_function(module: nn.Module) -> dict[str, Any]:
 
 @cache
 def _made_by(cls: type) -> set[str]:
-    """Returns the names of the classes that a class's `__init__`, and functions that it calls, use."""
+    """Returns the names of the classes that a class's `__init__`, and functions that it calls, use, or are given."""
     names: set[str] = set()
     waiting: list[Any] = [vars(base).get("__init__") for base in cls.__mro__ if base is not nn.Module]
     while waiting:
         function = innermost(inspect.unwrap(waiting.pop()))
         if not isinstance(function, FunctionType):
             continue
+        names |= {getattr(each, "__name__", "") for each in function.__annotations__.values()}
         for name in names_in(function.__code__) - names:
             value = function.__globals__.get(name, getattr(cls, name, None))
             names |= {name, getattr(value, "__name__", name)}

@@ -2,7 +2,7 @@
 of the tokens at a time."""
 
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 MARK = "_seqtile_tokenwise"
@@ -43,10 +43,12 @@ def tokenwise(thing: Any) -> Any:
 
 def is_declared(thing: Any) -> bool:
     """Returns whether something, or its class, was declared by `tokenwise`."""
-    thing = getattr(thing, "__func__", thing)
-    if isinstance(thing, FunctionType):
+    thing = thing.__func__ if type(thing) is MethodType else thing
+    if type(thing) is FunctionType:
         return getattr(thing, MARK, None) is thing.__code__
     if isinstance(thing, partial):  # takes no mark, and a compiler does not know its __dict__
+        return False
+    if getattr(thing, "__class__", None) is not type(thing):  # a proxy shows what it wraps
         return False
     own = () if isinstance(thing, type) else (type(thing),)
     return any(MARK in getattr(each, "__dict__", ()) for each in (thing, *own))

@@ -1,5 +1,6 @@
 """What users' modules keep is put back after the first step's comparison, or the step is not compared."""
 
+import enum
 import io
 import itertools
 import random
@@ -7,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from peft import PveraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqtile
 import support.tiny
@@ -269,3 +271,30 @@ def test_a_module_whose_config_is_of_another_kind(config: Any) -> None:
     model(**batch).loss.backward()
     assert "equal the untiled model's" in outcome_of(model), outcome_of(model)
     assert model.model.layers[1].mlp.act_fn.kept == [1]
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class Kinds(enum.Enum):
+    PLAIN = 1
+
+
+class Scale(NamedTuple):
+    factor: float
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return output if Kinds(1) is Kinds.PLAIN and Scale(1.0).factor == 1.0 else None
+
+
+def test_a_model_of_ones_own_class_and_config() -> None:
+    model = OwnModel(OwnConfig(**support.tiny.config_of("llama").to_dict())).train()
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model(**batch_of(1, 37)).loss.backward()
+    assert "equal the untiled model's" in outcome_of(model), outcome_of(model)

@@ -3,6 +3,7 @@ the part around it runs untiled, from the next forward on, and `status` names it
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from types import MethodType
@@ -10,8 +11,10 @@ from types import MethodType
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
@@ -80,6 +83,35 @@ class LowRank(nn.Module):
 
 def mixing_function(x: torch.Tensor) -> torch.Tensor:
     return x.relu() * x.std(-2, keepdim=True)
+
+
+class Proxy:
+    """Looks like the function that it calls, as the decorators of wrapt do."""
+
+    def __init__(self, wrapped: Callable) -> None:
+        self.wrapped = wrapped
+
+    def __call__(self, *args: object) -> torch.Tensor:
+        output = self.wrapped(*args)
+        return output + output.mean(-2, keepdim=True)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.wrapped, name)
+
+    def __deepcopy__(self, memo: dict) -> "Proxy":
+        return Proxy(copy.deepcopy(self.wrapped, memo))
+
+    @property
+    def __class__(self) -> type:
+        return type(self.wrapped)
+
+
+def forward_of_text(mlp: nn.Module) -> None:
+    """Executes the changed text of a forward where Hugging Face's code is, as libraries that patch code do."""
+    text, made = "def forward(self, x): return self.act(x) + self.act(x).mean(-2, keepdim=True)", {}
+    exec(text, vars(sys.modules["transformers.activations"]), made)
+    mlp.act_fn.act = nn.functional.silu
+    mlp.act_fn.forward = MethodType(made["forward"], mlp.act_fn)
 
 
 Change = Callable[[nn.Module], None]
@@ -165,6 +197,27 @@ PLUGGED_IN: dict[str, tuple[Change, str, str]] = {  # the change to the model, t
         MLP,
         f"act_fn has {HERE}.mixing_forward as its forward",
     ),
+    "function in a proxy": (
+        function_as_activation(Proxy(nn.functional.silu)),
+        MLP,
+        f"it has {HERE}.Proxy as its act_fn",
+    ),
+    "declared function in a proxy": (
+        function_as_activation(Proxy(seqtile.tokenwise(lambda x: x.relu()))),
+        MLP,
+        f"it has {HERE}.Proxy as its act_fn",
+    ),
+    "forward in a proxy": (
+        of_each("mlp.down_proj", lambda one: setattr(one, "forward", Proxy(one.forward))),
+        MLP,
+        f"down_proj has {HERE}.Proxy as its forward",
+    ),
+    "forward of the head in a proxy": (
+        lambda model: setattr(model.lm_head, "forward", Proxy(model.lm_head.forward)),
+        HEAD,
+        f"head has {HERE}.Proxy as its forward",
+    ),
+    "text of a forward": (of_each("mlp", forward_of_text), MLP, "act_fn has <string>.forward as its forward"),
     "call of a class": (of_each("mlp.up_proj", mixing_linear), MLP, f"up_proj is a {HERE}.MixingLinear"),
     "adapter": (in_layer("mlp.up_proj", lambda one: LowRank(one, True)), MLP, f"up_proj is a {HERE}.LowRank"),
     "in a sequence": (
@@ -565,3 +618,72 @@ def test_tokenwise_marks_things() -> None:
     assert is_declared(pickle.loads(pickle.dumps(seqtile.tokenwise(partial(torch.clamp, min=0)))))
     with pytest.raises(TypeError, match="expected a class, a module, a function or a hook, got 3"):
         seqtile.tokenwise(3)
+
+
+class Scaled(nn.Module):
+    """Scales by what another module computes in each step."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def set_scale(scale: torch.Tensor, module: nn.Module) -> None:
+    module.scale = scale
+
+
+@pytest.mark.parametrize("name", ["mlp.act_fn", NORM])
+@pytest.mark.parametrize("is_tokenwise", [False, True], ids=["unknown", "declared"])
+def test_a_module_that_reads_a_computed_tensor(is_tokenwise: bool, name: str) -> None:
+    """Its graph, from before the step, survives the first step's comparison."""
+    untiled, batch = build("llama"), batch_of(2, 61)
+    in_layer(name, Scaled)(untiled)
+    untiled.scale = nn.Linear(5, 130 if name == "mlp.act_fn" else 48)
+    if is_tokenwise:
+        of_each(name, seqtile.tokenwise)(untiled)
+    model, given, results = tiled_copy(untiled, check=True), torch.randn(5), []
+    for each in (model, untiled):
+        of_each(name, partial(set_scale, each.scale(given)))(each)
+        results.append(loss_and_gradients(each, **batch))
+    assert "equal the untiled model's" in str(seqtile.status(model))
+    assert_equal(*results)
+
+
+def test_cached_parametrizations() -> None:
+    untiled, batch = build("llama"), batch_of(2, 61)
+    of_each("mlp.up_proj", weight_norm)(untiled)
+    model, results = tiled_copy(untiled, check=True), []
+    for each in (model, untiled):
+        with parametrize.cached():
+            results.append(loss_and_gradients(each, **batch))
+    assert_equal(*results)
+
+
+class Counting(nn.SiLU):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_under_selective_checkpointing() -> None:
+    """A module that has changed since the forward is looked at again in the recomputation, where no operation may run
+    that the forward did not."""
+    untiled, batch = build("llama"), batch_of(2, 61)
+    untiled.model.layers[0].mlp.act_fn = Counting()
+    untiled.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
+    model = tiled_copy(untiled)
+    assert_equal(loss_and_gradients(model, **batch), loss_and_gradients(untiled, **batch))
+    assert model.model.layers[0].mlp.act_fn.calls == untiled.model.layers[0].mlp.act_fn.calls
+
+
+def selective() -> tuple:
+    def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        keeps = operation == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from models.layered import whole
+import seqtile
+from models.layered import assert_equal, whole
 from seqtile.models.lazy_logits import LazyGradient, LazyLogits, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
 from support.assertions import relative_error, unread
-from support.measure import FlopCount
-from support.tiny import batch_of, build, tiled_copy
+from support.measure import FlopCount, LiveBytes
+from support.tiny import batch_of, build, loss_and_gradients, tiled_copy
 from support.training import with_lora
 
 B, S, D, V = 2, 5, 8, 11
@@ -508,3 +509,28 @@ def test_inference_mode_around_the_forward_alone() -> None:
             found = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[0, 1:])
             assert logits[ids > 50].argmax(-1).shape == (int((ids > 50).sum()),)
         assert found.item() == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(48, 2), nn.Linear(2, 211)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [lambda head: nn.Sequential(nn.LayerNorm(48), head), lambda head: seqtile.tokenwise(LowRank(head))],
+    ids=["sequence", "declared"],
+)
+def test_a_head_of_several_modules_makes_no_logits_of_all_tokens(head: Callable) -> None:
+    untiled, batch = build("llama", tie_word_embeddings=False), batch_of(2, 101)
+    untiled.lm_head = head(untiled.lm_head)
+    model = tiled_copy(untiled, layer=False)
+    with LiveBytes() as memory:
+        found = loss_and_gradients(model, **batch)
+    assert_equal(found, loss_and_gradients(untiled, **batch))
+    logits = 4 * 211 * batch["input_ids"].numel()
+    assert memory.largest < logits and model(**batch).logits.shape == (2, 101, 211)

@@ -79,7 +79,7 @@ def loss_and_gradients(
                 doubled = leaf.register_hook(lambda d: None if d is None else d + d)  # none of a leaf with a main_grad
                 hooks.enter_context(doubled)
             scaled = loss * 2.0**10 if in_half else loss  # gradients may be small
-            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
+            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
     vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
     return {name: returned.detach().flatten()} | vectors
 

@@ -15,20 +15,20 @@ import textwrap
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 
 def behind_renaming(function: Any) -> Any:
     """Returns the function behind Hugging Face's decorator that renames an argument, which computes the same."""
-    while getattr(function, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+    while type(function) is FunctionType and function.__globals__.get("__name__") == "transformers.utils.deprecation":
         function = function.__wrapped__
     return function
 
 
 def code_of(function: Any) -> CodeType | None:
     """Returns the code that a plain function or a method runs; None of anything else."""
-    function = getattr(function, "__func__", function)
+    function = function.__func__ if type(function) is MethodType else function
     return function.__code__ if type(function) is FunctionType else None
 
 

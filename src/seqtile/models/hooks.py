@@ -11,7 +11,7 @@ A hook is recognised by its code, never by a name that it may give itself.
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -92,9 +92,11 @@ def _written_in(hook: Callable) -> str:
 def innermost(function: Any) -> Any:
     """Returns the function inside partials, bound methods, and torch's and DeepSpeed's wrappers around their hooks."""
     while True:
-        while (inner := getattr(function, "func" if isinstance(function, partial) else "__func__", None)) is not None:
-            function = inner
-        package = getattr(function, "__globals__", {}).get("__name__")
+        while type(function) is MethodType or type(function) is partial:
+            function = function.__func__ if type(function) is MethodType else function.func
+        if type(function) is not FunctionType:  # an object may pass on the attributes of what it wraps
+            return function
+        package = function.__globals__.get("__name__")
         if package in _WRAPPING and hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         elif package == "deepspeed.utils.nvtx" and function.__closure__:
@@ -108,7 +110,7 @@ def defining_path(function: Any) -> str:
 
     A wrapper keeps the globals of its own module, so it is found there whatever name functools.wraps gave it.
     """
-    function = getattr(function, "__func__", function)
+    function = function.__func__ if type(function) is MethodType else function
     if type(function) is not FunctionType:
         return ""
     name = function.__globals__.get("__name__", "")

@@ -60,6 +60,9 @@ class InChunks:
         self._rewritten |= unused
         self._dicts = [each for part in parts for each in dicts_of(part)]
         self._parameters = [part._parameters for part in parts]
+        self._parameters += [
+            vars(part) for part in parts if any(isinstance(x, torch.Tensor) for x in vars(part).values())
+        ]
         self._leaves = [each for each in leaves_of(*modules.values()) if each.is_leaf and id(each) not in unused]
         found = found_in([(name, module, None) for name, module in modules.items()])
         self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]
@@ -77,7 +80,7 @@ class InChunks:
     def computed(self) -> list[tuple[dict[str, Any], str]]:
         """Returns the places of the weights that are computed from others: dicts of parameters, and names there."""
         places = ((own, name, weight) for own in self._parameters for name, weight in dict.items(own))
-        return [(own, name) for own, name, weight in places if weight is not None and not weight.is_leaf]
+        return [(own, name) for own, name, weight in places if isinstance(weight, torch.Tensor) and not weight.is_leaf]
 
     def snapshot(self, without: Sequence[tuple[dict[str, Any], str]] = ()) -> Snapshot:
         """Returns what determines the modules' result now."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dis import get_instructions
 from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ def _unknown(module: nn.Module, maker: nn.Module | None) -> str | None:
             return f"is a {named(cls)}, {UNKNOWN}"
         if _is_of(module, *HUGGING_FACE):
             for base in reversed(cls.__mro__):
-                functions |= {name: each for name, each in vars(base).items() if isinstance(each, FunctionType)}
+                functions |= {name: each for name, each in vars(base).items() if type(each) is FunctionType}
             functions |= _called_by(computed_forward(module)) | _experts_function(module)
         functions |= {name: getattr(type(module), name) for name in ("__call__", "_call_impl")}
         functions["forward"] = computed_forward(module)
@@ -158,10 +158,10 @@ def _is_known_class(cls: type, module: nn.Module, maker: nn.Module | None) -> bo
 def _is_known_function(function: Any, owner: nn.Module) -> bool:
     """Returns whether what a module calls is known or declared: a function, a partial with all that it is given, a
     method of another module, a module."""
-    inner, bound = innermost(function), getattr(function, "__self__", None)
+    inner, bound = innermost(function), function.__self__ if type(function) is MethodType else None
     if is_declared(function) or is_declared(inner):
         return True
-    if isinstance(function, partial):
+    if type(function) is partial:
         given = filter(callable, (*function.args, *function.keywords.values()))
         if not all(isinstance(each, type) or each is owner or _is_known_function(each, owner) for each in given):
             return False
@@ -179,7 +179,7 @@ def _is_known_function(function: Any, owner: nn.Module) -> bool:
 def _home_of(function: Any) -> str:
     """Returns the name of the Python module in which a function or a class was written."""
     function = innermost(function)
-    if isinstance(function, type | BuiltinFunctionType):  # such as torch.tanh
+    if type(function) is BuiltinFunctionType or issubclass(type(function), type):  # such as torch.tanh
         return function.__module__ or type(function.__self__).__module__
     if type(function).__module__ == "functools":  # a cache
         function = function.__wrapped__
@@ -216,7 +216,7 @@ def _made_by(cls: type) -> set[str]:
     waiting: list[Any] = [vars(base).get("__init__") for base in cls.__mro__ if base is not nn.Module]
     while waiting:
         function = innermost(inspect.unwrap(waiting.pop()))
-        if not isinstance(function, FunctionType):
+        if type(function) is not FunctionType:
             continue
         names |= {getattr(each, "__name__", "") for each in function.__annotations__.values()}
         for name in names_in(function.__code__) - names:
@@ -224,7 +224,7 @@ def _made_by(cls: type) -> set[str]:
             names |= {name, getattr(value, "__name__", name)}
             if isinstance(value, dict):
                 names |= {getattr(each, "__name__", "") for each in value.values()}
-            elif isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+            elif type(value) is FunctionType and value.__globals__ is function.__globals__:
                 waiting.append(value)
     return names
 

@@ -68,6 +68,7 @@ class LogitsRecipe:
         self.tensor: torch.Tensor | None = None
         """The head's output as a tensor with a gradient, once made."""
         self._real: torch.Tensor | None = None
+        self._words: int | None = None
 
     @property
     def root(self) -> "LogitsRecipe":
@@ -76,8 +77,14 @@ class LogitsRecipe:
 
     @property
     def shape(self) -> torch.Size:
-        size = getattr(self.head, "out_features", None) or self.head.weight.shape[0]
-        return torch.Size((*self.hidden.shape[:-1], size))
+        root, weight = self.root, getattr(self.head, "weight", None)
+        root._words = root._words or getattr(self.head, "out_features", None)
+        if root._words is None and isinstance(weight, torch.Tensor):
+            root._words = weight.shape[0]
+        if root._words is None:  # the head treats each token by itself
+            with torch.no_grad():
+                root._words = self.head(self.hidden[..., :1, :]).shape[-1]
+        return torch.Size((*self.hidden.shape[:-1], root._words))
 
     @property
     def device(self) -> torch.device:

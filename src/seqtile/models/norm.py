@@ -1,6 +1,7 @@
 """The tiled forward of the norm after the last layer, and how a norm is read."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -45,7 +46,10 @@ def read_norm(norm: nn.Module) -> Norm:
 def _output_dtype(norm: nn.Module, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of what a norm returns for an input of `dtype`: Llama's multiplies by its weight last."""
     of_liger = defining_path(computed_forward(norm)) == _LIGERS_NORM
-    return dtype if of_liger else torch.promote_types(dtype, norm.weight.dtype)
+    return dtype if of_liger else _promoted(dtype, norm.weight.dtype)
+
+
+_promoted = cache(torch.promote_types)  # which selective checkpointing would record
 
 
 def norms_of(model: nn.Module) -> list[nn.Module]:

@@ -205,14 +205,14 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
     waiting = [forward or current_forward(owner)]
     while waiting:
         function = waiting.pop(0)
-        function = function.__func__ if isinstance(function, MethodType) else function
+        function = function.__func__ if type(function) is MethodType else function
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
         yield function
         cells = getattr(function, "__closure__", None) or ()
         kept = (cell.cell_contents for cell in cells if cell != CellType())  # an empty cell has no contents
-        methods = (value for value in kept if isinstance(value, MethodType) and value.__self__ is owner)
+        methods = (value for value in kept if type(value) is MethodType and value.__self__ is owner)
         waiting += [getattr(function, "__wrapped__", None), *methods]
 
 
@@ -220,7 +220,7 @@ def own_forward(owner: Owner) -> Any:
     """Returns the `forward` that another library has put in the owner's own namespace, unbound if it is the owner's
     method; None if there is none. On a class it may be a tiled forward."""
     forward = vars(owner).get("forward")
-    if isinstance(owner, type) or not isinstance(forward, MethodType) or forward.__self__ is not owner:
+    if isinstance(owner, type) or type(forward) is not MethodType or forward.__self__ is not owner:
         return forward
     placement = _placed_at(owner)
     return None if placement is not None and placement.forward is forward.__func__ else forward.__func__
@@ -247,8 +247,8 @@ def check_place(owner: Owner, options: Options) -> None:
             f"the forward of {name_of(owner)} is a function from {package_of(forward)} that stands on the module, such "
             "as expert parallelism puts there; apply seqtile before it, or to the classes"
         )
-    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in homes):
-        kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
+    if placement is None and (type(forward) is not FunctionType or package_of(forward) not in homes):
+        kind = f"from {package_of(forward)}" if type(forward) is FunctionType else f"a {type(forward).__name__}"
         raise ValueError(
             f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
             "skip what this one does; apply seqtile before it is put there, or to the classes"
@@ -338,7 +338,7 @@ def package_of(forward: Callable) -> str:
     decorator belongs to the package of the function that it wraps.
     """
     forward = decorated(forward)
-    return package_of(forward.func) if isinstance(forward, partial) else home_of(forward).split(".")[0]
+    return package_of(forward.func) if type(forward) is partial else home_of(forward).split(".")[0]
 
 
 def decorated(forward: Callable) -> Callable:
@@ -349,9 +349,13 @@ def decorated(forward: Callable) -> Callable:
 
 
 def home_of(function: Callable) -> str:
-    """Returns the name of the module in which a function was written."""
-    namespace = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
-    return namespace.get("__name__", "")
+    """Returns the name of the module in which a function was written; of text that was executed, by `exec` in whosever
+    namespace, such as "<string>"."""
+    function = function.__func__ if type(function) is MethodType else function
+    if type(function) is not FunctionType:  # an object may pass on the attributes of what it wraps
+        return type(function).__module__
+    home, file = function.__globals__.get("__name__", ""), function.__code__.co_filename
+    return file if file.startswith("<") and home != "__main__" else home
 
 
 def name_of(owner: Owner) -> str:

@@ -25,6 +25,7 @@ from weakref import ref
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.utils import ModelOutput
 
 from seqtile.declared import is_declared
 from seqtile.models.hooks import hooks_of
@@ -37,6 +38,7 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)  # the
 _HOLDING = (tuple, frozenset, partial, MethodType, BuiltinMethodType, property, staticmethod, classmethod)
 _CONSTANT = (int, float, complex, str, bytes, range, slice, enum.Enum, type(None), type(...), ref)
 _CONSTANT += (PretrainedConfig, GenericAlias, UnionType)
+_RECORDS = (PretrainedConfig, ModelOutput, enum.Enum, tuple)  # classes whose values are only read
 _KEEPING_NOTHING = tuple("_abc builtins functools inspect logging math numpy pathlib random re time typing".split())
 _LEFT_OUT = vars(nn.Module()).keys() - {"_buffers", "_modules"}  # such as hooks, which are not called
 
@@ -102,7 +104,8 @@ class State:
         if is_kept(thing):
             return self._keep(thing)
         if isinstance(thing, type | ModuleType):
-            return _keeps_nothing(thing.__name__ if isinstance(thing, ModuleType) else thing.__module__)
+            is_record = isinstance(thing, type) and issubclass(thing, _RECORDS)
+            return is_record or _keeps_nothing(thing.__name__ if isinstance(thing, ModuleType) else thing.__module__)
         if isinstance(thing, FunctionType):
             if is_known_home(home_of(thing)):
                 return True
@@ -115,6 +118,9 @@ class State:
             inside = _parts(thing)
         elif isinstance(thing, _HOLDING):
             inside = get_referents(thing)
+        elif isinstance(thing, nn.Module) and is_known_home(class_of(thing).__module__):  # outside the model
+            inside = thing.children()
+            self._put_back += [partial(_refill, thing._buffers, copy(thing._buffers))]
         else:
             keeps_nothing = _keeps_nothing(type(thing).__module__) and not isinstance(thing, nn.Module)
             return isinstance(thing, _CONSTANT) or keeps_nothing

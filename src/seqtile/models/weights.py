@@ -128,15 +128,16 @@ def silu_unfused_reason() -> str | None:
 
 def _is_builtin(function: Any, name: str) -> bool:
     """Returns whether a function is torch's built-in one of this name."""
-    return function is getattr(torch._C._nn, name) and isinstance(function, BuiltinFunctionType)
+    return function is getattr(torch._C._nn, name) and type(function) is BuiltinFunctionType
 
 
 def named(thing: Any) -> str:
     """Returns the full name of a function or class, or of another object's class."""
     thing = innermost(thing)
-    if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
+    if not issubclass(type(thing), type | FunctionType | BuiltinFunctionType):
         thing = type(thing)
-    return f"{thing.__module__}.{thing.__qualname__}"
+    file = thing.__code__.co_filename if type(thing) is FunctionType else ""
+    return f"{file if file == '<string>' else thing.__module__}.{thing.__qualname__}"
 
 
 def is_one_of(cls: type, names: Collection[str]) -> bool:

@@ -50,8 +50,9 @@ class InChunks:
     def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
         """`once`: one of the modules, whose parametrized weights the caller computes, once for all chunks."""
         self.name = type(next(iter(modules.values()))).__name__
-        self._modules = [ref(module) for module in modules.values()]
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
+        parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # whose attributes are fixed
+        self._modules = [ref(module) for module in modules.values() if module in parts]
         made = {*once.parametrizations.modules()} if once is not None and is_parametrized(once) else ()
         self._inside = [part for part in parts if part not in modules.values() and part not in made]
         # PEFT raises the version of a weight whenever it computes one with an adapter in its place

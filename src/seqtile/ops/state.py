@@ -87,6 +87,16 @@ def having(variable: Any, value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+class Overridden:
+    """An object with some attributes replaced."""
+
+    def __init__(self, original: object, **attributes: object):
+        vars(self).update(attributes, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 class ForwardState(NamedTuple):
     """Autocast and torch's default generators of the CPU and of the computing device, as they are in a forward."""
 

@@ -23,6 +23,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 
+from seqtile.ops.state import Overridden
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
@@ -86,16 +87,6 @@ class LocalAttention(NamedTuple):
         """The eager attention, which is not registered: the model's own if it has sinks, else Gemma 2's."""
         modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
         return modeling.eager_attention_forward
-
-
-class Overridden:
-    """An object with some attributes replaced."""
-
-    def __init__(self, original: object, **attributes: object):
-        vars(self).update(attributes, _original=original)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

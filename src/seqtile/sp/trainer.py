@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
+from seqtile.ops.state import having
 from seqtile.sp.apply import apply_ulysses
 from seqtile.sp.groups import SequenceParallel
 
@@ -24,6 +25,8 @@ MODELS = ("model", "ref_model", "teacher_model")
 """The attributes of trainers that hold models."""
 _sharing: ContextVar["_Groups | None"] = ContextVar("sharing", default=None)
 """The groups of the trainer whose step is running."""
+_counts_ranks: ContextVar[bool] = ContextVar("counts_ranks", default=False)
+"""True while DeepSpeed, which counts ranks, is configured."""
 
 
 class SequenceParallelTrainerMixin:
@@ -95,11 +98,11 @@ class SequenceParallelTrainerMixin:
         return super().get_total_train_batch_size(*args) // self.sequence_parallel.size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.sharing():
+        with having(_sharing, self._groups):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.sharing():
+        with having(_sharing, self._groups):
             return super().prediction_step(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,14 +124,6 @@ class _Groups:
         self.first_ranks = [places.index((group, 0)) for group in range(sp_group.data_parallel_size)]
         """The first rank of each group."""
 
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        token = _sharing.set(self)
-        try:
-            yield
-        finally:
-            _sharing.reset(token)
-
     def once_a_group(self, gathered: Any) -> Any:
         """Returns the parts of the groups' first ranks from gathered tensors [ranks * n, ...]."""
         ranks = dist.get_world_size()
@@ -146,16 +141,13 @@ class _Groups:
         groups = self
 
         class OfGroups(type(accelerator)):
-            counts_ranks = False
-            """True while DeepSpeed, which counts ranks, is configured."""
-
             @property
             def num_processes(self) -> int:
-                return super().num_processes if self.counts_ranks else groups.sp_group.data_parallel_size
+                return super().num_processes if _counts_ranks.get() else groups.sp_group.data_parallel_size
 
             @property
             def process_index(self) -> int:
-                return super().process_index if self.counts_ranks else groups.sp_group.data_parallel_rank
+                return super().process_index if _counts_ranks.get() else groups.sp_group.data_parallel_rank
 
             def gather(self, tensor: Any) -> Any:
                 return groups.once_a_group(super().gather(tensor))
@@ -166,20 +158,12 @@ class _Groups:
                 return tree_map_only(Tensor, lambda x: x / times, found) if reduction == "sum" else found
 
             def _prepare_deepspeed(self, *args: Any) -> Any:
-                with self._counting(ranks=True):
+                with having(_counts_ranks, True):
                     return super()._prepare_deepspeed(*args)
 
             def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-                with self._counting(ranks=False):
+                with having(_counts_ranks, False):
                     return super().prepare_data_loader(*args, **kwargs)
-
-            @contextmanager
-            def _counting(self, ranks: bool) -> Iterator[None]:
-                before, self.counts_ranks = self.counts_ranks, ranks
-                try:
-                    yield
-                finally:
-                    self.counts_ranks = before
 
         accelerator.__class__ = OfGroups
 

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.gathered import hooks_in_loop, silent
-from seqtile.models.snapshot import Snapshot, dicts_of, exchanged
+from seqtile.models.snapshot import Snapshot, dicts_of
 from seqtile.models.weights import function_modes, leaves_of, named
-from seqtile.ops.state import found_in, having
+from seqtile.ops.state import exchanged, found_in, having
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)

@@ -27,19 +27,6 @@ from seqtile.ops.save_early import Unchanged
 _OF_TORCH = (*CALLED, (F, "cross_entropy"))
 
 
-@contextmanager
-def exchanged(items: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
-    """Gives dicts other values for the time of the context: each a dict, a key and the value."""
-    before = [(own, key, own.get(key)) for own, key, _ in items]
-    for own, key, value in items:
-        own[key] = value
-    try:
-        yield
-    finally:
-        for own, key, value in before:
-            own[key] = value
-
-
 def dicts_of(module: nn.Module) -> Iterator[dict]:
     """Yields the dicts that a module keeps: its children, parameters, buffers, hooks, scalings of adapters."""
     for name, value in vars(module).items():

@@ -87,6 +87,19 @@ def having(variable: Any, value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+@contextmanager
+def exchanged(items: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Gives dicts other values for the time of the context: each a dict, a key and the value."""
+    before = [(own, key, own.get(key)) for own, key, _ in items]
+    for own, key, value in items:
+        own[key] = value
+    try:
+        yield
+    finally:
+        for own, key, value in before:
+            own[key] = value
+
+
 class Overridden:
     """An object with some attributes replaced."""
 

@@ -173,9 +173,8 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
                     parts[i] = in_lengths(lengths or {}, attention.compute, part, *of_squares[block.q0])
         masked = [i for i, part in enumerate(parts) if part is None]
         calls = [Call(partial(with_mask, of_row[i], documents), of_row[i].keys or ((0, whole),)) for i in masked]
-        outs = call_again_in_backward(
-            calls, [queries[i] for i in masked], k_row, v_row, attention.sinks, attention.draws
-        )
+        asked = [queries[i] for i in masked]
+        outs = call_again_in_backward(calls, asked, k_row, v_row, attention.sinks, attention.draws)
         for i, out in zip(masked, outs, strict=True):
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from seqtile.ops.state import having
+from seqtile.ops.state import exchanged, having
 from seqtile.sp.apply import apply_ulysses
 from seqtile.sp.groups import SequenceParallel
 
@@ -88,11 +88,8 @@ class SequenceParallelTrainerMixin:
                 f"generation_batch_size is {of_ranks} over all ranks, expected a multiple of {size} ranks per sequence "
                 f"times {self.num_generations} generations; set steps_per_generation or per_device_train_batch_size"
             )
-        self.args.generation_batch_size = of_ranks // size
-        try:
+        with exchanged([(vars(self.args), "generation_batch_size", of_ranks // size)]):
             yield
-        finally:
-            self.args.generation_batch_size = of_ranks
 
     def get_total_train_batch_size(self, *args: Any) -> int:
         return super().get_total_train_batch_size(*args) // self.sequence_parallel.size
@@ -107,10 +104,8 @@ class SequenceParallelTrainerMixin:
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Overrides TRL's method: returns the completions that the first rank of the group has sampled."""
-        found = [super()._generate(*args, **kwargs)]
-        dist.broadcast_object_list(
-            found, group=self.sequence_parallel.group, group_src=0, device=self.accelerator.device
-        )
+        found, device = [super()._generate(*args, **kwargs)], self.accelerator.device
+        dist.broadcast_object_list(found, group=self.sequence_parallel.group, group_src=0, device=device)
         return found[0]
 
 

@@ -231,7 +231,8 @@ class WholeBatches(ShardingHooks):
         if self.tree is not None:
             given, (rows, length) = self.tree.flat(given), (1, len(self.tree.taken))
         local = -(-length // self.sp_group.size)
-        self.owners = Owners.of_sequences(rows, length, local, self.sp_group)
+        ranks = (torch.arange(length) // local).to(torch.int16)  # each holds `local` consecutive tokens of a row
+        self.owners = Owners(ranks.expand(rows, -1), self.sp_group)
         for name, value in given.items():
             if name != "input_ids" and (found := self._features(value, given)) is not None:
                 given[name] = found

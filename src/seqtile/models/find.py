@@ -85,7 +85,8 @@ def _has_projections(module: nn.Module) -> bool:
         return False
     stand_ins = [] if _is_users(module) else [child for child in children if _is_users(child)]
     put_in = [child for child in stand_ins if any(map(_is_projection, child.modules()))]
-    if any(_holds_weights_below(child) for child in children if child not in put_in):
+    others = [child for child in children if child not in put_in]  # one with weights below its own is no projection
+    if any({*map(id, child.parameters())} - {*map(id, own_weights(child))} for child in others):
         return False
     return len({*put_in, *filter(_is_projection, children)}) >= 2
 
@@ -99,11 +100,6 @@ def _is_projection(module: nn.Module) -> bool:
     weights = [*own_weights(module), *module.buffers(recurse=False)]  # a quantiser's may be buffers
     is_matrix = any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in weights)
     return is_matrix and not isinstance(module, nn.Embedding)
-
-
-def _holds_weights_below(module: nn.Module) -> bool:
-    own = set(map(id, own_weights(module)))
-    return any(id(weight) not in own for child in module.children() for weight in child.parameters())
 
 
 def _arguments(cls: type) -> dict[str, bool]:

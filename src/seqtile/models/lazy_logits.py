@@ -205,12 +205,10 @@ def _gathered(logits: LazyLogits, dim: int, index: torch.Tensor, **kwargs: Any) 
 def _cross_entropy(logits: LazyLogits, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     weight, _, ignore_index, _, reduction, label_smoothing = asked = CrossEntropy(*args, **kwargs)
     of_rows = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-    if not of_rows or asked.is_deprecated or reduction not in ("mean", "sum", "none"):
+    is_trained = weight is not None and weight.requires_grad
+    if not of_rows or asked.is_deprecated or reduction not in ("mean", "sum", "none") or is_trained:
         return NotImplemented
-    if weight is not None:
-        if weight.requires_grad:
-            return NotImplemented
-        weight = weight.clone()
+    weight = weight if weight is None else weight.clone()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
     losses = logits.by_rows(lambda rows, target: F.cross_entropy(rows, target, reduction="none", **options), target)
     if reduction != "mean":

@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "find: a convolution is taken for an MLP's projection",
-        "_is_mlp",
+        "_has_projections",
         "if any(num_experts(part) for part in (module, *children)):",
         "if False:",
         TYPES,

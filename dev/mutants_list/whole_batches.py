@@ -130,8 +130,8 @@ MUTANTS = (
     OverRanks(
         "trainer: generations are counted over ranks",
         "SequenceParallelTrainerMixin._generations_of_groups",
-        "self.args.generation_batch_size = of_ranks // size",
-        "self.args.generation_batch_size = of_ranks",
+        '"generation_batch_size", of_ranks // size',
+        '"generation_batch_size", of_ranks',
         select="trl and grpo",
     ),
     OverRanks(

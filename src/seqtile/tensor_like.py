@@ -6,11 +6,27 @@ hidden states and their logits.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 View = Callable[[torch.Tensor], torch.Tensor]
+
+
+class CrossEntropy(NamedTuple):
+    """The arguments of torch's cross_entropy behind logits and target."""
+
+    weight: torch.Tensor | None = None
+    size_average: None = None
+    ignore_index: int = -100
+    reduce: None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @property
+    def is_deprecated(self) -> bool:
+        """True if size_average or reduce are given, which torch has given up for `reduction`."""
+        return not (self.size_average is self.reduce is None)
 
 
 def view_of(name: str, shape: torch.Size, /, *args: Any, **kwargs: Any) -> Any:

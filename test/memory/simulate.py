@@ -26,7 +26,7 @@ from transformers.masking_utils import flash_attention_mask
 import seqtile
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
-from seqtile.memory.simulate import FlashFunction, materialise
+from seqtile.memory.simulate import FlashFunction
 from seqtile.models import proof
 from seqtile.models.patch import unwrapped
 from seqtile.models.placement import placement_at
@@ -252,7 +252,8 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
     modes.enter_context(KnownIntegers() if setup.shared_tokens else FakeTensorMode(allow_non_fake_inputs=True))
-    materialise(model.train())
+    model.train().to_empty(device="cpu")  # tensors without data, of a FakeTensorMode
+    model.tie_weights()
     if setup.load_in_4bit:
         quantise(model)
     tiled = {part: part in setup.tiles for part in ("mlp", "loss", "layer")}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
+import seqtile
 from models.layered import assert_equal, gradients_of, tiled_copy, whole
 from support.assertions import relative_error
 from support.choice import every_value
@@ -348,6 +349,24 @@ def test_a_parametrization_put_on_before_the_backward() -> None:
             found.append((loss, {name: p.grad for name, p in leaves.items()}))
             assert parametrize.is_parametrized(model.model.layers[0].mlp.up_proj)
         assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_parametrization_removed_before_the_backward_is_named(kind: Callable) -> None:
+    """A copy of a parametrized module shares its class, so the model is not copied."""
+
+    def removed(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            parametrize.remove_parametrizations(layer.mlp.up_proj, "weight")
+
+    for part in ("mlp", "layer of another shape"):
+        make, options = PARTS[part]
+        tiled = make()
+        for layer in tiled.model.layers:
+            kind(layer.mlp.up_proj)
+        seqtile.apply_seqtile(tiled, chunk_tokens=50, **options)
+        with pytest.raises(RuntimeError, match=r"changed in between: ParametrizedLinear\.weight|was changed in place"):
+            steps(tiled, whole(101), removed)
 
 
 def of_experts(model: nn.Module) -> nn.Module:

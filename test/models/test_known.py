@@ -22,6 +22,7 @@ import seqtile
 from models.layered import assert_equal, assert_same_step, tiled_copy
 from seqtile import declared
 from seqtile.declared import is_declared
+from seqtile.models.find import mlps_of
 from support.choice import every_value
 from support.tiny import batch_of, build, loss_and_gradients
 
@@ -79,6 +80,19 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base_layer(x) + self.b(self.a(x.cumsum(-2) if self.mix else x))
+
+
+class OwnLora(nn.Module):
+    """Another, which holds as many projections as an MLP does."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        wide, out = base.weight.shape if isinstance(base, nn.Embedding) else reversed(base.weight.shape)
+        self.a, self.b = type(base)(wide, 2), nn.Linear(2, out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
 
 
 def mixing_function(x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +258,7 @@ PLUGGED_IN: dict[str, tuple[Change, str, str]] = {  # the change to the model, t
 @pytest.fixture(autouse=True)
 def nothing_is_declared() -> Iterator[None]:
     yield
-    for thing in (OwnGelu, OwnNorm, OwnMLP, LowRank, mixing_function, keep, double):
+    for thing in (OwnGelu, OwnNorm, OwnMLP, LowRank, OwnLora, mixing_function, keep, double):
         if is_declared(thing):
             del thing._seqtile_tokenwise
     declared.latest = None
@@ -347,6 +361,95 @@ def test_torchs_own_modules_are_known() -> None:
     status = seqtile.status(tiled)
     assert (status.mlp.chunked, status.layer.chunked) == (2, 2)
     assert_same_step(tiled, model, batch_of(2, 61))
+
+
+def test_a_users_lora_is_no_mlp() -> None:
+    """One of a projection of attention or of an MLP, of all of these, and of the embeddings: it counts as no MLP, and
+    the MLPs are as many as before."""
+    untiled = build("llama", num_hidden_layers=3)
+    untiled.model.embed_tokens = OwnLora(untiled.model.embed_tokens)
+    first, second, _ = untiled.model.layers
+    for name, module in [*first.named_modules()]:
+        if isinstance(module, nn.Linear):
+            owner, _, child = name.rpartition(".")
+            setattr(first.get_submodule(owner), child, OwnLora(module))
+    second.mlp.down_proj = OwnLora(second.mlp.down_proj)
+    model = tiled_copy(untiled, layer=False)
+    mlps = [layer.mlp for layer in model.model.layers]
+    assert mlps_of(model) == mlps
+    assert untiled_in(model) == {MLP: 2, HEAD: 0}
+    seqtile.tokenwise(OwnLora)
+    assert_same_step(model, untiled, batch_of(2, 61))
+    status = seqtile.status(model).mlp
+    assert (status.total, status.fused, status.chunked) == (3, 1, 2)
+
+
+@pytest.mark.parametrize("arch", ["llama", "phi3", "qwen3_moe"])
+def test_a_sequence_in_a_projections_place(arch: str) -> None:
+    """Of modules that are known, one of which has the weights: the MLP is found, and runs in chunks."""
+    untiled = build(arch)
+    found = mlps_of(untiled)
+    for mlp in found:
+        name, inner = next((name, each) for name, each in mlp.named_children() if isinstance(each, nn.Linear))
+        setattr(mlp, name, nn.Sequential(inner, nn.Identity()))
+    assert found and mlps_of(untiled) == found
+    model = tiled_copy(untiled, layer=False)
+    assert seqtile.status(model).mlp.chunked >= len(found) and untiled_in(model) == {MLP: 0, HEAD: 0}
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+class OwnBlock(nn.Module):
+    """A mixture of a user's own, in whose experts seqtile finds the MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.first, self.second = nn.Linear(48, 1), OwnMLP(), OwnMLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(x).sigmoid() * self.first(x) + self.second(x)
+
+
+def test_mlps_of_a_users_own_block() -> None:
+    untiled = build("llama")
+    untiled.model.layers[0].mlp, untiled.model.layers[1].mlp = OwnBlock(), OwnMLP()
+    seqtile.tokenwise(OwnMLP)
+    model = tiled_copy(untiled, layer=False)
+    assert seqtile.status(model).mlp.chunked == 3
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+SCRIPTED = {
+    "activation": ("mlp.act_fn", lambda _: Relu2()),
+    "sequence": ("mlp.act_fn", lambda _: nn.Sequential(nn.SiLU(), nn.GELU())),
+    "projection": ("self_attn.q_proj", copy.copy),
+    "norm": ("input_layernorm", copy.copy),
+}
+
+
+class Relu2(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * x
+
+
+@pytest.mark.full("of 8 models", but=every_value)
+@pytest.mark.parametrize("is_declared", [False, True], ids=["left", "declared"])
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_what_torch_jit_scripts(name: str, is_declared: bool) -> None:
+    """Put in before seqtile is applied in one layer, later in the other."""
+    untiled = build("llama")
+    at, made = SCRIPTED[name]
+    model = copy.deepcopy(untiled)
+    for one in (untiled, model):
+        for layer in one.model.layers:
+            if layer is model.model.layers[1]:
+                seqtile.apply_seqtile(model, chunk_tokens=50, layer=True)
+            owner, _, child = at.rpartition(".")
+            scripted = torch.jit.script(made(layer.get_submodule(at)))
+            setattr(layer.get_submodule(owner), child, seqtile.tokenwise(scripted) if is_declared else scripted)
+    assert_same_step(model, untiled, batch_of(2, 61))
+    status = seqtile.status(model)
+    assert status.layer.chunked == 2 * is_declared and untiled_in(model)[LAYER] == 2 * (not is_declared)
+    assert is_declared or "is a torch.jit._script.RecursiveScriptModule, which is neither known" in str(status)
 
 
 def test_one_layer_of_several_in_both_directions() -> None:

@@ -13,12 +13,13 @@ from transformers import CONFIG_MAPPING, LlamaForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama
 
 import seqtile
-from models.layered import LAYERED, assert_same_step, on_model_or_classes, tiled_copy, tiled_model
+from models.layered import LAYERED, assert_equal, assert_same_step, on_model_or_classes, tiled_copy, tiled_model
 from seqtile.models import in_chunks, mlp
 from seqtile.models import layer as layers
 from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.first_step import outcome_of
 from seqtile.models.gathered import gathered
+from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.patch import apply
 from seqtile.models.placement import Options
@@ -34,6 +35,7 @@ from support.tiny import (
     build,
     config_of,
     counting,
+    loss_and_gradients,
     modeling_of,
     name_of_class,
 )
@@ -233,6 +235,27 @@ def test_what_is_applied_to_a_model_stays_when_its_classes_are_restored() -> Non
     assert runs_tiled(model) == [True, True]
     seqtile.restore(model)
     assert runs_tiled(model) == [False, False]
+
+
+def test_restored_classes_look_up_head_and_loss_as_before() -> None:
+    """So do those of a model that is tiled by itself, which goes on without logits."""
+
+    def own() -> dict[str, object]:
+        return {name: vars(LlamaForCausalLM).get(name) for name in ("forward", "lm_head", "loss_function")}
+
+    before, batch = own(), batch_of(2, 61)
+    model = build("llama")
+    untiled = loss_and_gradients(model, **batch)
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    loss_and_gradients(model, **batch)
+    assert isinstance(model(**batch).logits, LazyLogits) and own() != before
+    alone = tiled_copy(model)
+    seqtile.restore("llama")
+    assert own() == before
+    assert_equal(loss_and_gradients(model, **batch), untiled)
+    assert isinstance(alone(**batch).logits, LazyLogits) and own() == before
+    seqtile.restore(alone)
+    assert own() == before and not isinstance(alone(**batch).logits, LazyLogits)
 
 
 def test_a_forward_of_another_models_in_a_wrapper_is_not_this_models() -> None:

@@ -58,6 +58,10 @@ class Double(nn.Module):
         return x * 2
 
 
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * x
+
+
 class Plain(nn.Linear):
     pass
 
@@ -250,6 +254,9 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
             *as_activation(lambda: seqtile.tokenwise(torch.compile(Double()))),
             *as_activation(lambda: torch.compile(seqtile.tokenwise(Double()))),
         ]
+    },
+    "what `torch.jit.script` makes": {
+        MLP: [*as_activation(lambda: torch.jit.script(nn.SiLU())), *as_function(torch.jit.script(scripted))]
     },
     "a checkpoint wrapper": {MLP: [in_layer("mlp.act_fn", checkpoint_wrapper)]},
     "`weight_norm`": {MLP: of_up(parametrizations.weight_norm, parametrizations.orthogonal)},

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from seqtile.models.patch import unwrapped
+from seqtile.ops.state import exchanged
 from seqtile.sp.apply import share_prefixes
 from seqtile.sp.trainer import MODELS
 
@@ -73,11 +74,8 @@ def _kept_together(trainer: Any) -> dict[str, Callable]:
     @wraps(prepare)
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
         shuffle = known[_SHUFFLE]
-        known[_SHUFFLE] = lambda rows: _together(shuffle(rows))
-        try:
+        with exchanged([(known, _SHUFFLE, lambda rows: _together(shuffle(rows)))]):
             return prepare(*args, **kwargs)
-        finally:
-            known[_SHUFFLE] = shuffle
 
     return {"_prepare_inputs": prepare_inputs}
 

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
+from seqtile.ops.state import having
 
 logger = logging.get_logger(__name__)
 _VALUES = {"entropy": "entropy", "log_sum_sq_probs": "sum_squared_probs"}
@@ -94,11 +95,8 @@ def _announced(compute_loss: Callable) -> Callable:
     def announcing(self, *args: Any, **kwargs: Any) -> Any:
         if self.compute_loss_func is not None or self.label_smoother is not None:
             logger.warning_once("compute_loss_func and label_smoothing_factor: TRL computes this loss from all logits")
-        token = _to_be_summed.set(self.args.loss_type == "nll")
-        try:
+        with having(_to_be_summed, self.args.loss_type == "nll"):
             return compute_loss(self, *args, **kwargs)
-        finally:
-            _to_be_summed.reset(token)
 
     return announcing
 

@@ -83,7 +83,8 @@ class Simulation(Predictor):
         per token."""
         model = self._model(self.few_layers)
         with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            materialise(model.train())
+            model.train().to_empty(device="cpu")  # tensors without data, of this mode
+            model.tie_weights()
             enable_checkpointing(model)
             if setup.tiles:
                 apply_seqtile(model, **apply_options(setup), check=False)
@@ -147,12 +148,6 @@ class FlashFunction(torch.autograd.Function):
 
 def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
     return FlashFunction.apply(q, k, v), None
-
-
-def materialise(model: PreTrainedModel) -> None:
-    """Replaces meta tensors by tensors without data of a `FakeTensorMode` that accepts real ones."""
-    model.to_empty(device="cpu")
-    model.tie_weights()
 
 
 def _tokens(model: PreTrainedModel) -> int:

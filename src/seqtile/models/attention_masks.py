@@ -93,10 +93,9 @@ class WatchedMask:
         if why in self._said:
             return
         self._said.add(why)
-        queries, keys, gib = given["q_length"], given["kv_length"], self._bytes(given) / 2**30
-        said = (
-            f"Hugging Face makes attention masks of {queries:,} x {keys:,}, {gib:.2g} GiB, because {why}: {_WHY[why]}"
-        )
+        queries, keys = given["q_length"], given["kv_length"]
+        size = f"{queries:,} x {keys:,}, {self._bytes(given) / 2**30:.2g} GiB"
+        said = f"Hugging Face makes attention masks of {size}, because {why}: {_WHY[why]}"
         limit = mask_limit(self.attention, queries, keys) if "cuda" in str(given.get("device")) else None
         logger.warning(said if limit is None else f"{said}. And {limit}")
 

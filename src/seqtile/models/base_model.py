@@ -19,9 +19,9 @@ def base_models_of(model: nn.Module) -> list[nn.Module]:
     """Returns the models inside `model` that hold its layers and can make a cache, such as the one without its head."""
     layers = set(layers_of(model))
     inside = [module for module in model.modules() if module is not model and module not in layers]
-    arguments = {module: inspect.signature(type(module).forward).parameters for module in inside}
-    able = [module for module, names in arguments.items() if "use_cache" in names and names.keys() & {*CACHE_NAMES}]
-    return [module for module in able if not layers.isdisjoint(module.modules())]
+    around = [module for module in inside if not layers.isdisjoint(module.modules())]
+    arguments = {module: inspect.signature(type(module).forward).parameters for module in around}
+    return [module for module, names in arguments.items() if "use_cache" in names and names.keys() & {*CACHE_NAMES}]
 
 
 def uncached_forward(options: Options, original: Callable) -> Callable:

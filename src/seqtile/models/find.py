@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from seqtile.models.known import is_known_home
 from seqtile.models.mlp import is_mxfp4, num_experts
+from seqtile.models.placement import class_of
 from seqtile.models.stand_in import without_stand_ins
 from seqtile.models.weights import own_weights
 
@@ -42,8 +44,11 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
 
 
 def mlps_in(module: nn.Module) -> list[nn.Module]:
-    """Returns the MLPs in a module, itself included, inside PEFT's wrappers; not experts."""
-    return [inner for inner in _walk(module) if _is_mlp(inner)]
+    """Returns the MLPs in a module, itself included, inside PEFT's wrappers; not experts, nor what a user has put in a
+    projection's place."""
+    inside = list(_walk(module))
+    put_in = {id(child) for each in inside if _has_projections(each) for child in each.children() if _is_users(child)}
+    return [each for each in inside if id(each) not in put_in and _is_mlp(each)]
 
 
 def experts_in(model: nn.Module) -> list[nn.Module]:
@@ -67,31 +72,41 @@ def _is_mlp(module: nn.Module) -> bool:
     required = [name for name, needed in names.items() if needed]
     if len(required) not in (1, 2) or any(_OF_A_SEQUENCE.search(name) for name in names if name not in required):
         return False
-    children = [inside_peft(child) for child in module.children()]
-    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+    return _has_projections(module)
+
+
+def _has_projections(module: nn.Module) -> bool:
+    """Returns whether a module holds two projections or more, and no other module with weights below it, as an MLP or
+    attention does."""
+    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict | GradientCheckpointingLayer):
         return False
+    children = [inside_peft(child) for child in module.children()]
     if any(num_experts(part) for part in (module, *children)):  # a convolution's weight has three dimensions, too
         return False
-    if any(_holds_weights_below(child) for child in children):
+    stand_ins = [] if _is_users(module) else [child for child in children if _is_users(child)]
+    put_in = [child for child in stand_ins if any(map(_is_projection, child.modules()))]
+    others = [child for child in children if child not in put_in]  # one with weights below its own is no projection
+    if any({*map(id, child.parameters())} - {*map(id, own_weights(child))} for child in others):
         return False
-    return sum(_is_projection(child) for child in children) >= 2
+    return len({*put_in, *filter(_is_projection, children)}) >= 2
+
+
+def _is_users(module: nn.Module) -> bool:
+    """Returns whether a module may stand where Hugging Face's code has a projection."""
+    return type(module) is nn.Sequential or not is_known_home(class_of(module).__module__)
 
 
 def _is_projection(module: nn.Module) -> bool:
     weights = [*own_weights(module), *module.buffers(recurse=False)]  # a quantiser's may be buffers
-    return any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in weights)
-
-
-def _holds_weights_below(module: nn.Module) -> bool:
-    own = set(map(id, own_weights(module)))
-    return any(id(weight) not in own for child in module.children() for weight in child.parameters())
+    is_matrix = any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in weights)
+    return is_matrix and not isinstance(module, nn.Embedding)
 
 
 def _arguments(cls: type) -> dict[str, bool]:
     """Returns the names of a class's positional forward arguments, and whether each is required."""
     try:
         return {each.name: each.default is each.empty for each in positional_of(cls.forward)}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError):  # the last: of what torch.jit.script makes
         return {}
 
 

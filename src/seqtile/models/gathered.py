@@ -25,8 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import BackwardHook
 
 from seqtile.models.hooks import defining_path, innermost
-from seqtile.models.snapshot import exchanged
-from seqtile.ops.state import having
+from seqtile.ops.state import exchanged, having
 
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
 _OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered

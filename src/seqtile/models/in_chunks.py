@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.gathered import hooks_in_loop, silent
-from seqtile.models.snapshot import Snapshot, dicts_of, exchanged
+from seqtile.models.snapshot import Snapshot, dicts_of
 from seqtile.models.weights import function_modes, leaves_of, named
-from seqtile.ops.state import found_in, having
+from seqtile.ops.state import exchanged, found_in, having
 from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
@@ -50,8 +50,9 @@ class InChunks:
     def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
         """`once`: one of the modules, whose parametrized weights the caller computes, once for all chunks."""
         self.name = type(next(iter(modules.values()))).__name__
-        self._modules = [ref(module) for module in modules.values()]
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
+        parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # whose attributes are fixed
+        self._modules = [ref(module) for module in modules.values() if module in parts]
         made = {*once.parametrizations.modules()} if once is not None and is_parametrized(once) else ()
         self._inside = [part for part in parts if part not in modules.values() and part not in made]
         # PEFT raises the version of a weight whenever it computes one with an adapter in its place

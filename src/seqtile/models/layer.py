@@ -259,9 +259,8 @@ def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 
 def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
     """Decides how a layer is computed. `dtype` is the dtype of its matrix products, if known."""
     weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
-    return _verdict(layer, dtype)._replace(
-        sharded=is_sharded(layer), weights=weights, mlp_size=mlp_size_of(*mlps_in(layer))
-    )
+    sizes = {"weights": weights, "mlp_size": mlp_size_of(*mlps_in(layer))}
+    return _verdict(layer, dtype)._replace(sharded=is_sharded(layer), **sizes)
 
 
 def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:

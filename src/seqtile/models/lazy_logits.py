@@ -26,7 +26,7 @@ from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.graph import gradients_of
 from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
-from seqtile.tensor_like import ABOUT, input_first, is_in_place
+from seqtile.tensor_like import ABOUT, CrossEntropy, input_first, is_in_place
 
 Rowwise = Callable[..., torch.Tensor]
 """Computes [n, ...] from logits [n, V] and further tensors [n, ...], each row by itself."""
@@ -202,23 +202,13 @@ def _gathered(logits: LazyLogits, dim: int, index: torch.Tensor, **kwargs: Any) 
     return logits.by_rows(lambda rows, index: rows.gather(-1, index), index)
 
 
-def _cross_entropy(
-    logits: LazyLogits,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def _cross_entropy(logits: LazyLogits, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    weight, _, ignore_index, _, reduction, label_smoothing = asked = CrossEntropy(*args, **kwargs)
     of_rows = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-    if not of_rows or size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+    is_trained = weight is not None and weight.requires_grad
+    if not of_rows or asked.is_deprecated or reduction not in ("mean", "sum", "none") or is_trained:
         return NotImplemented
-    if weight is not None:
-        if weight.requires_grad:
-            return NotImplemented
-        weight = weight.clone()
+    weight = weight if weight is None else weight.clone()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
     losses = logits.by_rows(lambda rows, target: F.cross_entropy(rows, target, reduction="none", **options), target)
     if reduction != "mean":

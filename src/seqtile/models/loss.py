@@ -44,6 +44,7 @@ from seqtile.models.weights import (
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 from seqtile.ops.reduction import divided
 from seqtile.renamed import cache_in
+from seqtile.tensor_like import CrossEntropy
 
 _CROSS_ENTROPIES = (  # where one of these was written
     "torch.nn.functional.cross_entropy",
@@ -227,23 +228,19 @@ def _loss(
 def _cross_entropy(
     logits: LogitsRecipe,
     target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
+    *args: Any,
     num_items: torch.Tensor | int | None = None,
     chunked: bool,
     chunk_tokens: int | None,
     with_logits: bool,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
     that is given; NotImplemented for what is not tiled. `with_logits`: where the head's weights are gathered, once, the
     logits are connected to them, too."""
+    weight, _, ignore_index, _, reduction, label_smoothing = asked = CrossEntropy(*args, **kwargs)
     same_shape = target.shape == logits.shape[:-1] and not target.is_floating_point()
-    if not same_shape or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+    if not same_shape or asked.is_deprecated or reduction not in ("mean", "sum"):
         return NotImplemented
     head, affine = logits.head, logits.affine
     if chunked or affine is None:

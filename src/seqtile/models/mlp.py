@@ -39,6 +39,7 @@ from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp_of
 from seqtile.ops.linear import Projection
+from seqtile.ops.state import Overridden
 
 logger = logging.get_logger(__name__)
 
@@ -227,7 +228,7 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
         names = tuple(given)  # of_chunk lives until the backward, and must keep no tensor alive
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor):
-            seen = _WeightOverride(self, dict(zip(names, shared, strict=True))) if names else self
+            seen = Overridden(self, **dict(zip(names, shared, strict=True))) if names else self
             return original(seen, hidden, index, weights)
 
         sparsity = num_experts(self) / top_k_index.shape[-1]
@@ -242,17 +243,6 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
         )
 
     return forward
-
-
-class _WeightOverride:
-    """A module seen with tensors in place of some that it would compute."""
-
-    def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor]):
-        self._module = module
-        vars(self).update(tensors)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Verdict:

@@ -26,6 +26,7 @@ from seqtile.models.parts import CHECK, LAYER, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
 from seqtile.models.small import config_for, unfilled
+from seqtile.models.stand_in import take_off
 from seqtile.protocols import SHARDED
 
 
@@ -147,9 +148,10 @@ def restore(target: nn.Module | str | None = None) -> None:
         if (patch := _CLASSES.get(target)) is None:
             return
         _unplace_all(list(patch.classes))
-        for cls, (module_name, name) in ((cls, at) for cls, at in patch.classes.items() if at is not None):
-            if getattr(sys.modules[module_name], name) is cls:
-                setattr(sys.modules[module_name], name, cls.__base__)
+        for cls, at in patch.classes.items():
+            take_off(cls)
+            if at is not None and getattr(sys.modules[at[0]], at[1]) is cls:
+                setattr(sys.modules[at[0]], at[1], cls.__base__)
         del _CLASSES[target]
     else:
         model = unwrapped(target)

@@ -219,15 +219,11 @@ class WayTaken:
         ends = {tensor.grad_fn for tensor in _tensors_in(output)} - {None}
         if is_short or not ends:  # without a gradient there is nothing to compare
             return
-        if any(_is_ours(node) for node in nodes_behind(ends) if node not in before):
+        behind = (getattr(type(node), "_forward_cls", None) for node in nodes_behind(ends) if node not in before)
+        if any(function and function.__module__.startswith("seqtile.") for function in behind):  # written in Python
             self.chunked += 1
         else:
             self.untiled += 1
-
-
-def _is_ours(node: Node) -> bool:
-    function = getattr(type(node), "_forward_cls", None)  # only Functions written in Python have it
-    return function is not None and function.__module__.startswith("seqtile.")
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -18,25 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from seqtile.models.hooks import each_hook, is_harmless
 from seqtile.models.known import CALLED
 from seqtile.ops.save_early import Unchanged
 
 _OF_TORCH = (*CALLED, (F, "cross_entropy"))
-
-
-@contextmanager
-def exchanged(items: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
-    """Gives dicts other values for the time of the context: each a dict, a key and the value."""
-    before = [(own, key, own.get(key)) for own, key, _ in items]
-    for own, key, value in items:
-        own[key] = value
-    try:
-        yield
-    finally:
-        for own, key, value in before:
-            own[key] = value
 
 
 def dicts_of(module: nn.Module) -> Iterator[dict]:
@@ -65,6 +53,10 @@ class Snapshot:
     ):
         self._parts, self._dicts = parts, [*map(vars, parts), *dicts]
         self._types, self._then = [*map(type, parts)], [*map(dict.copy, self._dicts)]
+        # Their classes hold a property for each weight, unless the caller computes that.
+        parametrized = [part for part in parts if is_parametrized(part) and part.parametrizations in parts]
+        self._looked_up = [(kind, "forward") for kind in self._types]
+        self._looked_up += [(type(part), name) for part in parametrized for name in part.parametrizations]
         own = [each for part in parts for each in (part._parameters, part._buffers)]
         held = [each for each in chain.from_iterable(map(dict.values, own)) if each is not None]
         self._requires_grad = [(each, each.requires_grad) for each in held if each.is_leaf]
@@ -105,10 +97,9 @@ class Snapshot:
         """Returns by name what cannot be put back."""
         merged = filter(None, map(dict.get, map(vars, self._parts), repeat("merged_adapters")))
         hooks = [hook for hook in each_hook(None) if not is_harmless(hook, False)]
-        forwards = zip(self._types, map(getattr, self._types, repeat("forward")), strict=True)
+        looked_up = (*_OF_TORCH, *self._looked_up)
         return [
-            *((f"{owner.__name__}.{name}", getattr(owner, name)) for owner, name in _OF_TORCH),
-            *((f"{kind.__name__}.forward", forward) for kind, forward in forwards),
+            *((f"{owner.__name__}.{name}", getattr(owner, name, None)) for owner, name in looked_up),
             ("the adapters that are merged into weights", [*map(tuple, merged)]),
             ("the global module hooks", hooks),
         ]

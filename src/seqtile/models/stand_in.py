@@ -64,6 +64,13 @@ def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: 
     return having(_now, {(model, "loss_function"): loss, (owner, name): head})
 
 
+def take_off(cls: type) -> None:
+    """Takes off a class what `standing_in` puts there. A forward that needs it puts it there again."""
+    for name, value in [*vars(cls).items()]:
+        if isinstance(value, _Child | _LossFunction):
+            delattr(cls, name)
+
+
 @contextmanager
 def _as_attributes(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> Iterator[None]:
     own = vars(model).get("_loss_function")

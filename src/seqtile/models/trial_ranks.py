@@ -33,9 +33,8 @@ class OtherRankFailed(RuntimeError):
 
 def run_together(model: nn.Module) -> bool:
     """Returns whether ranks must run each forward together, since they share sequences or shard parameters."""
-    return SHARDED in vars(model) or any(
-        isinstance(module, FSDPModule) or "ds_id" in vars(module) for module in model.modules()
-    )
+    modules = model.modules()
+    return SHARDED in vars(model) or any(isinstance(each, FSDPModule) or "ds_id" in vars(each) for each in modules)
 
 
 class Ranks:

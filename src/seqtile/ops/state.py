@@ -87,6 +87,29 @@ def having(variable: Any, value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+@contextmanager
+def exchanged(items: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Gives dicts other values for the time of the context: each a dict, a key and the value."""
+    before = [(own, key, own.get(key)) for own, key, _ in items]
+    for own, key, value in items:
+        own[key] = value
+    try:
+        yield
+    finally:
+        for own, key, value in before:
+            own[key] = value
+
+
+class Overridden:
+    """An object with some attributes replaced."""
+
+    def __init__(self, original: object, **attributes: object):
+        vars(self).update(attributes, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 class ForwardState(NamedTuple):
     """Autocast and torch's default generators of the CPU and of the computing device, as they are in a forward."""
 

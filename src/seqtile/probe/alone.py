@@ -27,10 +27,6 @@ UPSTREAM = "a sum, divided afterwards as its docstring recommends"
 not_tried = partial(Finding, False, "", "not tried")
 
 
-def logits_of(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
-    return lambda batch: model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0] + 0
-
-
 def tiled_model(sliding_window: int | None = None) -> nn.Module:
     model = small_model(sliding_window)
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=16, check=False)
@@ -223,12 +219,12 @@ HEADS: tuple[tuple[str, str, Loss, str], ...] = (
 
 def cases() -> list[Case]:
     found = [
-        Case("leak", "layer=True", "seqtile", lambda: leak(logits_of(tiled_model()))),
-        Case("leak", "sdpa, position_ids", "transformers", lambda: leak(logits_of(small_model()))),
-        Case("window", "layer=True", "seqtile", lambda: window(logits_of(tiled_model(WINDOW)))),
-        Case("window", "sdpa", "transformers", lambda: window(logits_of(small_model(WINDOW)))),
-        Case("window", "layer=True, packed", "seqtile", lambda: window(logits_of(tiled_model(WINDOW)), packed=True)),
-        Case("window", "sdpa, packed", "transformers", lambda: window(logits_of(small_model(WINDOW)), packed=True)),
+        Case("leak", "layer=True", "seqtile", lambda: leak(tiled_model())),
+        Case("leak", "sdpa, position_ids", "transformers", lambda: leak(small_model())),
+        Case("window", "layer=True", "seqtile", lambda: window(tiled_model(WINDOW))),
+        Case("window", "sdpa", "transformers", lambda: window(small_model(WINDOW))),
+        Case("window", "layer=True, packed", "seqtile", lambda: window(tiled_model(WINDOW), packed=True)),
+        Case("window", "sdpa, packed", "transformers", lambda: window(small_model(WINDOW), packed=True)),
         Case("leak", "context parallel", "accelerate", not_tried, RING, gpu=True),
         Case("window", "context parallel", "accelerate", not_tried, RING, gpu=True),
         Case("accumulation", "num_items_in_batch", "seqtile", lambda: accumulation(tiled_model(), by_items)),

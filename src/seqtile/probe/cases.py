@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from seqtile.probe import Row, installed
 VOCAB, TOKENS = 97, 64
 BOUNDARY = 24  # where document 2 starts: not at a shard boundary
 WINDOW = 8
+Logits = Callable[[dict[str, Tensor]], Tensor]
+"""Returns the logits [S, V] of a batch."""
 CLOSE = 1e-3  # relative error of a float32 gradient; rounding causes 1e-6
 
 
@@ -95,8 +98,14 @@ def batch_of(packed: bool = False) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def changed(logits: Callable[[dict[str, Tensor]], Tensor], batch: dict[str, Tensor], beyond: int) -> Finding:
-    """Counts the tokens at or after `beyond` whose logits change when token 1 changes. `logits` returns [S, V]."""
+def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Returns the logits [S, V] of all tokens of a batch, on every rank."""
+    return torch.cat([model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits])[0]
+
+
+def changed(logits: Logits | nn.Module, batch: dict[str, Tensor], beyond: int) -> Finding:
+    """Counts the tokens at or after `beyond` whose logits change when token 1 changes."""
+    logits = partial(logits_of, logits) if isinstance(logits, nn.Module) else logits
     with torch.no_grad():
         before = logits(dict(batch))
         ids = batch["input_ids"].clone()
@@ -108,11 +117,11 @@ def changed(logits: Callable[[dict[str, Tensor]], Tensor], batch: dict[str, Tens
     return Finding(count == 0, f"{count} of {TOKENS - beyond}")
 
 
-def leak(logits: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
+def leak(logits: Logits | nn.Module) -> Finding:
     return changed(logits, batch_of(packed=True), BOUNDARY)
 
 
-def window(logits: Callable[[dict[str, Tensor]], Tensor], packed: bool = False) -> Finding:
+def window(logits: Logits | nn.Module, packed: bool = False) -> Finding:
     """For a model of one layer with a window of WINDOW tokens."""
     return changed(logits, batch_of(packed), 1 + WINDOW)
 

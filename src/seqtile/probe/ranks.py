@@ -45,14 +45,6 @@ def spread(sliding_window: int | None = None) -> nn.Module:
     return model
 
 
-def whole_logits(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
-    def logits(batch: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        return torch.cat([logits])[0]  # all tokens, on every rank
-
-    return logits
-
-
 def seqtile_scale() -> Finding:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -63,9 +55,9 @@ def seqtile_scale() -> Finding:
 
 def seqtile_cases() -> list[Case]:
     return [
-        Case("leak", "2 ranks", "seqtile", lambda: leak(whole_logits(spread()))),
-        Case("window", "2 ranks", "seqtile", lambda: window(whole_logits(spread(WINDOW)))),
-        Case("window", "2 ranks, packed", "seqtile", lambda: window(whole_logits(spread(WINDOW)), packed=True)),
+        Case("leak", "2 ranks", "seqtile", lambda: leak(spread())),
+        Case("window", "2 ranks", "seqtile", lambda: window(spread(WINDOW))),
+        Case("window", "2 ranks, packed", "seqtile", lambda: window(spread(WINDOW), packed=True)),
         Case("scale", "2 ranks, DDP", "seqtile", seqtile_scale),
         Case("label", "2 ranks", "seqtile", lambda: of_label(lambda batch: spread()(**batch).loss)),
         Case("label", "labels cut before the shift", "transformers", cut_before_the_shift, SHIFT),

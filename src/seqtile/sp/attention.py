@@ -16,9 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.ops.attention_limits import attention_warning
+from seqtile.ops.state import Overridden
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
-from seqtile.sp.backends import SINKS, LocalAttention, Overridden, attend, check
+from seqtile.sp.backends import SINKS, LocalAttention, attend, check
 from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import ALONE, device_of
 from seqtile.sp.layout import LAYOUT, Layout, layout_in

@@ -23,6 +23,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 
+from seqtile.ops.state import Overridden
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
@@ -86,16 +87,6 @@ class LocalAttention(NamedTuple):
         """The eager attention, which is not registered: the model's own if it has sinks, else Gemma 2's."""
         modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
         return modeling.eager_attention_forward
-
-
-class Overridden:
-    """An object with some attributes replaced."""
-
-    def __init__(self, original: object, **attributes: object):
-        vars(self).update(attributes, _original=original)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -182,9 +173,8 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
                     parts[i] = in_lengths(lengths or {}, attention.compute, part, *of_squares[block.q0])
         masked = [i for i, part in enumerate(parts) if part is None]
         calls = [Call(partial(with_mask, of_row[i], documents), of_row[i].keys or ((0, whole),)) for i in masked]
-        outs = call_again_in_backward(
-            calls, [queries[i] for i in masked], k_row, v_row, attention.sinks, attention.draws
-        )
+        asked = [queries[i] for i in masked]
+        outs = call_again_in_backward(calls, asked, k_row, v_row, attention.sinks, attention.draws)
         for i, out in zip(masked, outs, strict=True):
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))

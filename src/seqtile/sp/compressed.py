@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from seqtile.sp.backends import Overridden
+from seqtile.ops.state import Overridden
 from seqtile.sp.groups import SequenceParallel
 
 _PARTS = ("kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")

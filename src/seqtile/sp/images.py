@@ -12,15 +12,19 @@ hooks or modules of a user's, or draw random numbers.
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from seqtile.ops.state import exchanged
 from seqtile.sp.groups import SequenceParallel, add_up, device_of
 from seqtile.sp.owners import Owners, gathered, with_whole_gradient
 from seqtile.sp.token_shard import shared
+
+if TYPE_CHECKING:
+    from seqtile.sp.whole_batches import WholeBatches
 
 _LISTED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava", "internvl", "gemma3", "paligemma")
 """transformers' model types of which tests prove that features of an image depend on no other image."""
@@ -32,18 +36,6 @@ _FUNCTIONS = ("get_image_features", "get_video_features")
 _SELDOM_READ = ("last_hidden_state", "hidden_states", "attentions")
 """Fields that are rarely read: gathered only when they are. Of the others a list has a tensor for each image, not for
 each layer."""
-
-
-class Batches(Protocol):
-    """The sharding hooks, as far as images need them."""
-
-    model: nn.Module
-    """The text model."""
-    sp_group: SequenceParallel
-    batch_hash: Tensor | None
-
-    def compare_batch(self) -> None:
-        """Raises ValueError on every rank if the ranks of the group have different batches."""
 
 
 class Images:
@@ -94,7 +86,7 @@ class Images:
 class DealtImages:
     """Replaces a model's functions that encode images. In a forward that is cut over ranks, distributes the images."""
 
-    def __init__(self, model: nn.Module, batches: Batches):
+    def __init__(self, model: nn.Module, batches: "WholeBatches"):
         self.model, self.batches = model, batches
         self.is_encoding = False
         for module in model.modules():
@@ -114,16 +106,13 @@ class DealtImages:
         images = Images.of((args, kwargs), sp_group) if is_cut and _is_listed(module) else None
         if images is None:
             return encode(*args, **kwargs)
-        self.is_encoding = True
-        try:
+        with exchanged([(vars(self), "is_encoding", True)]):
             self.batches.compare_batch()
             unknown = any(map(_is_unknown, _towers(module.base_model, self.batches.model)))
             if add_up(torch.tensor(int(unknown), device=device_of(sp_group)), sp_group):  # on any rank
                 return encode(*args, **kwargs)
             args, kwargs = images.own()
             return _of_all(encode(*args, **kwargs), images)
-        finally:
-            self.is_encoding = False
 
 
 def _is_listed(module: nn.Module) -> bool:

@@ -214,10 +214,8 @@ def check_same_batch(
     shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]
     wrong = None
     if len(ways) > 1:
-        wrong, expected = (
-            _differing(choices, sp_group),
-            "the same hooks, adapters and options on every rank of the group",
-        )
+        wrong = _differing(choices, sp_group)
+        expected = "the same hooks, adapters and options on every rank of the group"
     elif any(shape != shapes[0] for shape in shapes):
         wrong = f"the ranks of a group hold batches of different shapes, {_COMPARED} = {shapes}"
     elif position_ids is None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from seqtile.sp.all_to_all import Rows
@@ -37,11 +36,7 @@ class MaskRecipe(NamedTuple):
     """function(b, h, query, key) returns whether a query sees a key in row b and head h."""
 
 
-def register_recipes() -> None:
-    AttentionMaskInterface.register(OUTSIDE, _recipe)
-
-
-def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
+def mask_recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
     """Replaces Hugging Face's functions that make masks. Raises ValueError for an unknown mask."""
     spans, functions = None, list(_functions_in(mask_function))
     if causal_mask_function not in functions:

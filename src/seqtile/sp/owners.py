@@ -29,11 +29,6 @@ class Owners:
         self._rows: dict[tuple[int, torch.device], Tensor] = {}
         self._by_token: Owners | None = None
 
-    @classmethod
-    def of_sequences(cls, rows: int, length: int, local: int, sp_group: SequenceParallel) -> "Owners":
-        """Returns the owners of [rows, length] tokens if each rank holds `local` consecutive tokens of each row."""
-        return cls((torch.arange(length) // local).to(torch.int16).expand(rows, -1), sp_group)
-
     def by_token(self) -> "Owners":
         """Returns the owners of values with one row per token."""
         if self.rows is None:

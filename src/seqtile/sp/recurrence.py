@@ -180,9 +180,8 @@ class Recurrence:
                 ends.append(out[1] if isinstance(out, tuple) else None)
             return joined(found, 2), ends
 
-        in_one_call = (
-            not layout.parents and _takes_cu_seqlens(self.rule) and layout.documents != (((0, layout.length),),)
-        )
+        is_one = layout.documents == (((0, layout.length),),)
+        in_one_call = not (layout.parents or is_one) and _takes_cu_seqlens(self.rule)
         out = self._spread(layout, rule, operands, compute, in_one_call)
         return (out, None) if rule is _DELTA else out
 

@@ -13,6 +13,7 @@ from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 from seqtile.ops.linear_topk_divergence import linear_topk_divergence
 from seqtile.sp.owners import gathered, summed
+from seqtile.tensor_like import CrossEntropy
 
 _IGNORED = -100
 
@@ -130,37 +131,25 @@ def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...],
     return loss if entropies is None else (loss, gathered(entropies[own], owners))
 
 
-def _cross_entropy_of_logits(
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = _IGNORED,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def _cross_entropy_of_logits(input: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """torch's cross_entropy of logits [n, V]."""
-    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    owners = getattr(input, "owners", None)
-    if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or not (size_average is reduce is None):
-        logits = input if owners is None else input.whole()
-        return F.cross_entropy(logits, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
-    counted = target != ignore_index
+    asked, owners = CrossEntropy(*args, **kwargs), getattr(input, "owners", None)
+    if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or asked.is_deprecated:
+        return F.cross_entropy(input if owners is None else input.whole(), target, *asked)
+    counted = target != asked.ignore_index
     if owners.rows is not None:  # copy shared rows only for labelled tokens
-        return _among(counted, _over_ranks(input[counted], target[counted], reduction, **options))
-    return _over_ranks(input, target, reduction, **options)
+        return _among(counted, _over_ranks(input[counted], target[counted], asked))
+    return _over_ranks(input, target, asked)
 
 
-def _over_ranks(input: Any, target: Tensor, reduction: str, **options: Any) -> Tensor:
+def _over_ranks(input: Any, target: Tensor, asked: CrossEntropy) -> Tensor:
     """torch's cross_entropy of logits [n, V] whose tokens are sharded over ranks or share rows."""
-    how, owners = "none" if reduction == "none" else "sum", input.owners.by_token()
-    losses = F.cross_entropy(input.connected_rows(), owners.own(target), reduction=how, **options)
-    if reduction == "none":
+    of_rows, owners = asked if asked.reduction == "none" else asked._replace(reduction="sum"), input.owners.by_token()
+    losses = F.cross_entropy(input.connected_rows(), owners.own(target), *of_rows)
+    if asked.reduction == "none":
         return gathered(losses, owners)
-    total = summed(losses, owners.sp_group)
-    counted = target != options["ignore_index"]
-    return total / _divisor(target, counted, options["weight"]) if reduction == "mean" else total
+    total, counted = summed(losses, owners.sp_group), target != asked.ignore_index
+    return total / _divisor(target, counted, asked.weight) if asked.reduction == "mean" else total
 
 
 LOSSES: dict[Callable, Callable] = {

@@ -54,10 +54,9 @@ class Block(NamedTuple):
 def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = ()) -> list[list[Block]]:
     """For each entry of the layout's documents, returns the queries in `rows` as segments, document by document."""
     key = ("segments", rows, reach, bool(spans))
-    of_rows = list(zip(layout.documents, spans or ((),) * len(layout.documents), strict=True))
-    return layout.once(
-        key, lambda: [list(segments_of(rows, row, reach, spanned, layout.parents)) for row, spanned in of_rows]
-    )
+    of_rows = zip(layout.documents, spans or ((),) * len(layout.documents), strict=True)
+    found = (list(segments_of(rows, row, reach, spanned, layout.parents)) for row, spanned in of_rows)
+    return layout.once(key, lambda: list(found))
 
 
 def segments_of(

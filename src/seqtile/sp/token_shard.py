@@ -115,9 +115,8 @@ class TokenShard(Tensor):
             raise RuntimeError("values whose tokens are spread over ranks cannot be compiled; pass their .whole()")
         first = args[0] if args else None
         is_same = name in _LIKE and first.shape == args[1].shape  # as FSDP2's hooks call it
-        if (
-            function in ABOUT or is_same or isinstance(function, torch._ops.OpOverload)
-        ):  # dispatch modes call OpOverloads
+        # dispatch modes call OpOverloads
+        if function in ABOUT or is_same or isinstance(function, torch._ops.OpOverload):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")

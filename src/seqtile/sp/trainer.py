@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
+from seqtile.ops.state import exchanged, having
 from seqtile.sp.apply import apply_ulysses
 from seqtile.sp.groups import SequenceParallel
 
@@ -24,6 +25,8 @@ MODELS = ("model", "ref_model", "teacher_model")
 """The attributes of trainers that hold models."""
 _sharing: ContextVar["_Groups | None"] = ContextVar("sharing", default=None)
 """The groups of the trainer whose step is running."""
+_counts_ranks: ContextVar[bool] = ContextVar("counts_ranks", default=False)
+"""True while DeepSpeed, which counts ranks, is configured."""
 
 
 class SequenceParallelTrainerMixin:
@@ -85,29 +88,24 @@ class SequenceParallelTrainerMixin:
                 f"generation_batch_size is {of_ranks} over all ranks, expected a multiple of {size} ranks per sequence "
                 f"times {self.num_generations} generations; set steps_per_generation or per_device_train_batch_size"
             )
-        self.args.generation_batch_size = of_ranks // size
-        try:
+        with exchanged([(vars(self.args), "generation_batch_size", of_ranks // size)]):
             yield
-        finally:
-            self.args.generation_batch_size = of_ranks
 
     def get_total_train_batch_size(self, *args: Any) -> int:
         return super().get_total_train_batch_size(*args) // self.sequence_parallel.size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.sharing():
+        with having(_sharing, self._groups):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.sharing():
+        with having(_sharing, self._groups):
             return super().prediction_step(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Overrides TRL's method: returns the completions that the first rank of the group has sampled."""
-        found = [super()._generate(*args, **kwargs)]
-        dist.broadcast_object_list(
-            found, group=self.sequence_parallel.group, group_src=0, device=self.accelerator.device
-        )
+        found, device = [super()._generate(*args, **kwargs)], self.accelerator.device
+        dist.broadcast_object_list(found, group=self.sequence_parallel.group, group_src=0, device=device)
         return found[0]
 
 
@@ -120,14 +118,6 @@ class _Groups:
         dist.all_gather_object(places, (sp_group.data_parallel_rank, sp_group.rank))
         self.first_ranks = [places.index((group, 0)) for group in range(sp_group.data_parallel_size)]
         """The first rank of each group."""
-
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        token = _sharing.set(self)
-        try:
-            yield
-        finally:
-            _sharing.reset(token)
 
     def once_a_group(self, gathered: Any) -> Any:
         """Returns the parts of the groups' first ranks from gathered tensors [ranks * n, ...]."""
@@ -146,16 +136,13 @@ class _Groups:
         groups = self
 
         class OfGroups(type(accelerator)):
-            counts_ranks = False
-            """True while DeepSpeed, which counts ranks, is configured."""
-
             @property
             def num_processes(self) -> int:
-                return super().num_processes if self.counts_ranks else groups.sp_group.data_parallel_size
+                return super().num_processes if _counts_ranks.get() else groups.sp_group.data_parallel_size
 
             @property
             def process_index(self) -> int:
-                return super().process_index if self.counts_ranks else groups.sp_group.data_parallel_rank
+                return super().process_index if _counts_ranks.get() else groups.sp_group.data_parallel_rank
 
             def gather(self, tensor: Any) -> Any:
                 return groups.once_a_group(super().gather(tensor))
@@ -166,20 +153,12 @@ class _Groups:
                 return tree_map_only(Tensor, lambda x: x / times, found) if reduction == "sum" else found
 
             def _prepare_deepspeed(self, *args: Any) -> Any:
-                with self._counting(ranks=True):
+                with having(_counts_ranks, True):
                     return super()._prepare_deepspeed(*args)
 
             def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-                with self._counting(ranks=False):
+                with having(_counts_ranks, False):
                     return super().prepare_data_loader(*args, **kwargs)
-
-            @contextmanager
-            def _counting(self, ranks: bool) -> Iterator[None]:
-                before, self.counts_ranks = self.counts_ranks, ranks
-                try:
-                    yield
-                finally:
-                    self.counts_ranks = before
 
         accelerator.__class__ = OfGroups
 

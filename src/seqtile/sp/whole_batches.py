@@ -24,7 +24,7 @@ from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
 from seqtile.sp.layout import BATCH_HASH, WHOLE_LENGTH, Layout, bits, hash_of
-from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
+from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, mask_recipe, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
 from seqtile.sp.sharding_hooks import ShardingHooks
@@ -78,7 +78,7 @@ class WholeBatches(ShardingHooks):
         self.is_whole = False
         """True if the running forward is not cut: it has a cache, or no prefix is shared."""
         self.images: DealtImages | None = None
-        register_recipes()
+        AttentionMaskInterface.register(OUTSIDE, mask_recipe)
         if model is not given:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
@@ -231,7 +231,8 @@ class WholeBatches(ShardingHooks):
         if self.tree is not None:
             given, (rows, length) = self.tree.flat(given), (1, len(self.tree.taken))
         local = -(-length // self.sp_group.size)
-        self.owners = Owners.of_sequences(rows, length, local, self.sp_group)
+        ranks = (torch.arange(length) // local).to(torch.int16)  # each holds `local` consecutive tokens of a row
+        self.owners = Owners(ranks.expand(rows, -1), self.sp_group)
         for name, value in given.items():
             if name != "input_ids" and (found := self._features(value, given)) is not None:
                 given[name] = found

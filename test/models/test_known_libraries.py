@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str | None, st
     "VeLoRA": (lora(velora_config=lora_config.VeloraConfig(num_groups=4)), {}, None, "keeps a mean of its tokens"),
     "BOFT with dropout": (adapted("BOFT", boft_block_size=4, boft_dropout=0.5), {}, None, DRAWS),
     "LoHa with dropout": (adapted("LoHa", r=4, rank_dropout=0.5), {}, None, DRAWS),
-    "LoKr with dropout": (adapted("LoKr", r=4, module_dropout=0.5), {}, None, DRAWS),
+    "LoKr with dropout": (adapted("LoKr", r=4, rank_dropout=0.5), {}, None, DRAWS),
     "Lily": (adapted("Lily", r=4), {}, *["by their mean over all its tokens"] * 2),
     "Poly": (adapted("Poly", r=4, n_tasks=2, n_skills=2), {"task_ids": torch.tensor([1, 0])}, *["the task of"] * 2),
     "int8 by tensor": (int8("PerTensor"), {}, *[SCALE] * 2),

@@ -133,9 +133,10 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
         for cls in dict.fromkeys(class_of(module) for module in _tileable(model, part)):
             modules = _tileable(model, part, cls)
             found, refusal = _compare_part(model, part, cls, Options(chunk_tokens=CHUNK, check=False), untiled)
-            if part.verdict(modules[0]).how == "untiled":  # by what a user put into Hugging Face's code: no proof
+            verdict = part.verdict(modules[0])
+            if verdict.how == "untiled" and verdict.error is None:  # by what a user put into Hugging Face's code
                 refusal = None
-            chunked = part.verdict(modules[0]).reason if refusal is None else None
+            chunked = verdict.reason if refusal is None else None
             groups = False
             if part is LAYER and refusal is None and chunked is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)

@@ -25,17 +25,19 @@ def tokenwise(thing: Any) -> Any:
     for these it returns a wrapper, which you have to use instead. The mark is an attribute: it survives copy.deepcopy
     and pickle.
 
-    Raises TypeError for what cannot be called.
+    Raises TypeError for what cannot be called, and for a class that takes no attributes.
     """
     global latest
     if not callable(thing):
         raise TypeError(f"tokenwise: expected a class, a module, a function or a hook, got {thing!r}")
-    mark = thing.__code__ if isinstance(thing, FunctionType) else True  # functools.wraps copies a function's attributes
+    mark = thing.__code__ if type(thing) is FunctionType else True  # functools.wraps copies a function's attributes
     try:
-        if isinstance(thing, partial):
+        if isinstance(thing, partial) or thing.__class__ is not type(thing):  # a proxy would mark what it wraps
             raise AttributeError
         setattr(thing, MARK, mark)
     except (AttributeError, TypeError):
+        if isinstance(thing, type):
+            raise TypeError(f"tokenwise: {thing!r} takes no attributes; declare a subclass of it") from None
         thing = _Declared(thing)
     latest = object()
     return thing

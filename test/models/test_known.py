@@ -719,8 +719,12 @@ def test_tokenwise_marks_things() -> None:
         assert wrapped is not thing and is_declared(wrapped) and not is_declared(thing)
         torch.testing.assert_close(wrapped(x), thing(x))
     assert is_declared(pickle.loads(pickle.dumps(seqtile.tokenwise(partial(torch.clamp, min=0)))))
+    proxy = Proxy(mixing_function)
+    assert is_declared(seqtile.tokenwise(proxy)) and not is_declared(mixing_function)
     with pytest.raises(TypeError, match="expected a class, a module, a function or a hook, got 3"):
         seqtile.tokenwise(3)
+    with pytest.raises(TypeError, match="takes no attributes; declare a subclass"):
+        seqtile.tokenwise(int)
 
 
 class Scaled(nn.Module):

@@ -49,6 +49,7 @@ NOT_SPREAD: dict[str, tuple[dict, str]] = {  # models that mix tokens in other w
     "glm_moe_dsa": (_INDEXED, "GlmMoeDsaForCausalLM has indexed_attention"),
     "mamba": (_MAMBA, "MambaForCausalLM has MambaMixer, whose recurrence is not known"),
     "doge": (_SMALL, "DogeForCausalLM has masks that its layers make"),
+    "stablelm": (_SMALL, "StableLmForCausalLM passes no keyword arguments on to its attention"),
     "t5": (_T5, "T5ForConditionalGeneration has an encoder"),
     "bert": (_TINY | {"intermediate_size": 16}, "the attention of BertForMaskedLM is not causal"),
     "roberta": (_ROBERTA, "RobertaForCausalLM makes its own position_ids"),

@@ -598,6 +598,7 @@ def test_refused() -> None:
     for model_type, named in (
         ("doge", "DogeModel has masks that"),
         ("mllama", "MllamaForCausalLM has cross-attention"),
+        ("stablelm", "StableLmModel passes no keyword arguments on to its attention"),
     ):
         model = small_model(model_classes(model_type)[0], config_of(model_type))
         with pytest.raises(ValueError, match=named):

@@ -90,7 +90,7 @@ class Placement:
             if (package := package_of(now)) not in (*KNOWN_PACKAGES, "seqtile"):
                 raise RuntimeError(
                     f"{self.beneath[0].__name__}.forward was replaced, by one from {package}, after seqtile was "
-                    "applied, and would not run; call seqtile.restore, then apply seqtile again"
+                    "applied, and would not run; put the former one back, or call seqtile.restore"
                 )
         return self.replaced
 

@@ -7,6 +7,7 @@ Source: Arctic Long Sequence Training, 3.2.
 """
 
 import inspect
+from dis import get_instructions
 
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -16,7 +17,7 @@ from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.backends import check_has_masks
 from seqtile.sp.groups import ALONE, SequenceParallel
-from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers
+from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers, names_in_forward
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.whole_batches import WholeBatches, text_model_of
 
@@ -131,6 +132,16 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     return stateful or any(map(is_recurrence, model.modules()))
 
 
+def _keeps_arguments_from_attention(module: nn.Module) -> bool:
+    """Returns whether a module calls attention, but nothing with `**kwargs`, in which attention would be told documents
+    and positions."""
+    names = names_in_forward(module)
+    called = [child for name, child in module.named_children() if name in names]
+    if not any("ALL_ATTENTION_FUNCTIONS" in names_in_forward(child) for child in called):
+        return False
+    return all(each.opname != "CALL_FUNCTION_EX" for each in get_instructions(inspect.unwrap(type(module).forward)))
+
+
 def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside: bool) -> None:
     """Raises ValueError for a model that cannot be sharded over ranks. `recurrent` are the modules that mix tokens in a
     model with recurrences. `is_masked_outside`: the masks of an outer model decide whether attention is causal."""
@@ -148,12 +159,14 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside
     others += [f"{', '.join(unknown)}, whose recurrence is not known"] if unknown else []
     takes_positions = "position_ids" in inspect.signature(type(model.base_model).forward).parameters
     causal = {getattr(x, "is_causal", None) for x in modules} - {None}
+    layers = getattr(model.base_model, "layers", ())
     refused = {
         f"{name} has {', '.join(others)}": others,
         f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules)
         or not (takes_positions or recurrent),
         f"the attention of {name} is not causal": causal == {False} and not is_masked_outside,
         f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
+        f"{name} passes no keyword arguments on to its attention": any(map(_keeps_arguments_from_attention, layers)),
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         expected = "expected causal attention, full or with a window, or a known recurrence; leave this model whole"

@@ -61,9 +61,8 @@ class InChunks:
         self._rewritten |= unused
         self._dicts = [each for part in parts for each in dicts_of(part)]
         self._parameters = [part._parameters for part in parts]
-        self._parameters += [
-            vars(part) for part in parts if any(isinstance(x, torch.Tensor) for x in vars(part).values())
-        ]
+        held = [vars(part) for part in parts if part not in made]
+        self._parameters += [own for own in held if any(isinstance(each, torch.Tensor) for each in own.values())]
         self._leaves = [each for each in leaves_of(*modules.values()) if each.is_leaf and id(each) not in unused]
         found = found_in([(name, module, None) for name, module in modules.items()])
         self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]

@@ -77,14 +77,17 @@ class LogitsRecipe:
 
     @property
     def shape(self) -> torch.Size:
-        root, weight = self.root, getattr(self.head, "weight", None)
-        root._words = root._words or getattr(self.head, "out_features", None)
-        if root._words is None and isinstance(weight, torch.Tensor):
-            root._words = weight.shape[0]
-        if root._words is None:  # the head treats each token by itself
-            with torch.no_grad():
-                root._words = self.head(self.hidden[..., :1, :]).shape[-1]
+        root = self.root
+        if root._words is None:  # reading a weight may be a collective
+            root._words = getattr(self.head, "out_features", None) or root._words_of_head()
         return torch.Size((*self.hidden.shape[:-1], root._words))
+
+    def _words_of_head(self) -> int:
+        weight = getattr(self.head, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            return weight.shape[0]
+        with torch.no_grad():
+            return self.head(self.hidden[..., :1, :]).shape[-1]  # it treats each token by itself
 
     @property
     def device(self) -> torch.device:

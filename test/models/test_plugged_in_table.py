@@ -30,6 +30,8 @@ from models.test_known import (
     HOOKS,
     Mixing,
     MixingLinear,
+    Proxy,
+    forward_of_text,
     function_as_activation,
     in_layer,
     mixing_forward,
@@ -226,6 +228,10 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
     "a function of your own": {MLP: as_function(mixing_function, torch.enable_grad()(mixing_function))},
     "`F.silu`": {MLP: as_function(F.silu, torch.tanh, F.hardswish, partial(F.gelu, approximate="tanh"))},
     "a forward set": {MLP: [own_forward("mlp.act_fn", mixing_forward)]},
+    "a function or forward inside": {
+        MLP: [*as_function(Proxy(F.silu)), of_each("mlp", forward_of_text)],
+        HEAD: [lambda model: setattr(model.lm_head, "forward", Proxy(model.lm_head.forward))],
+    },
     "a function of PyTorch": {
         MLP: [
             *(replaced(F, name) for name in ("linear", "silu")),

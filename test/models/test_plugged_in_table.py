@@ -371,7 +371,8 @@ def test_a_row(row: str) -> None:
             part = getattr(seqtile.status(model), where)
             ways = {"fused": part.fused, "in chunks": part.chunked, "untiled": part.tiled - part.fused - part.chunked}
             assert ways == dict.fromkeys(WAYS, 0) | {ROWS[row]: 1}, f"{where}: {part}"
-            assert_equal(step(model, batch), truth, 1e-5, 2e-5)
+            rounds = "torchao's layers" in row  # a gradient that is by a hair another may be rounded to another number
+            assert_equal(step(model, batch), truth, 1e-5, 1e-3 if rounds else 2e-5)
 
 
 @pytest.mark.parametrize("layer", [False, True])

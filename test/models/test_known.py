@@ -452,6 +452,22 @@ def test_what_torch_jit_scripts(name: str, is_declared: bool) -> None:
     assert is_declared or "is a torch.jit._script.RecursiveScriptModule, which is neither known" in str(status)
 
 
+@pytest.mark.parametrize("is_inside", [False, True], ids=["alone", "inside"])
+def test_what_torch_jit_traces(is_inside: bool) -> None:
+    """The first step is compared with it, too."""
+    untiled = build("llama")
+    traced = torch.jit.trace(nn.SiLU(), torch.randn(2, 3, 130))
+    untiled.model.layers[0].mlp.act_fn = Scaled(traced) if is_inside else traced
+    untiled.model.layers[0].mlp.act_fn.scale = 1.5
+    model = build("llama")
+    model.load_state_dict(untiled.state_dict())  # since it cannot be copied
+    model.model.layers[0].mlp.act_fn = untiled.model.layers[0].mlp.act_fn
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=50)
+    assert_same_step(model, untiled, batch_of(2, 61))
+    assert untiled_in(model) == {MLP: 1, LAYER: 1, HEAD: 0}
+    assert "equal the untiled model's" in str(seqtile.status(model))
+
+
 def test_one_layer_of_several_in_both_directions() -> None:
     """The others stay tiled, and it is tiled again when what it held is gone."""
     model = tiled_copy(build("llama"))

@@ -261,7 +261,7 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
             *as_activation(lambda: torch.compile(seqtile.tokenwise(Double()))),
         ]
     },
-    "what `torch.jit.script` makes": {
+    "what `torch.jit.script` or": {
         MLP: [*as_activation(lambda: torch.jit.script(nn.SiLU())), *as_function(torch.jit.script(scripted))]
     },
     "a checkpoint wrapper": {MLP: [in_layer("mlp.act_fn", checkpoint_wrapper)]},

@@ -107,8 +107,8 @@ class _MadeOf:
         self._with_declared = with_declared
         self._inside = [module for module in model.modules() if module is not model]
         owned = [vars(model), *map(vars, self._inside)]
-        children = [own["_modules"] for own in owned]
-        self._children = [each for each in children if isinstance(each, dict)]  # not of what torch.jit.script makes
+        children = [module._modules for module in (model, *self._inside)]
+        self._children = [each for each in children if isinstance(each, dict)]  # not of what torch.jit makes
         self._hooks = [own[name] for own in owned for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._seen = [list(each) if isinstance(each, list) else each for each in self._now(model)]
 

@@ -229,7 +229,7 @@ def own_forward(owner: Owner) -> Any:
 def current_forward(owner: Owner) -> Any:
     """Returns the function that runs as the owner's forward. Hugging Face wraps the forward of every subclass of a
     decoder layer, such as FSDP2's, to checkpoint it; a tiled forward inside that wrapper is found too."""
-    forward = own_forward(owner) or _type_of(owner).forward
+    forward = own_forward(owner) or getattr(_type_of(owner), "forward", None)  # what torch.jit traces has none
     tiled = decorated(forward)
     return tiled if placement_of(tiled) is not None else forward
 

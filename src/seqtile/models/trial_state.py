@@ -52,7 +52,7 @@ class State:
         self.attributes: list[dict[str, Any]] = [*map(vars, model.modules()), *configs.values()]
         self._put_back: list[Callable[[], None]] = []
         main_grads = [own for own in map(vars, model.parameters()) if "main_grad" in own]
-        buffers = [module._buffers for module in model.modules()]
+        buffers = [module._buffers for module in model.modules() if isinstance(module._buffers, dict)]
         hooks = chain(*map(hooks_of, (None, *model.modules())))
         for own in (*self.attributes, *main_grads, *buffers, *hooks):
             self._put_back.append(partial(_refill, own, copy(own)))
@@ -120,7 +120,8 @@ class State:
             inside = get_referents(thing)
         elif isinstance(thing, nn.Module) and is_known_home(class_of(thing).__module__):  # outside the model
             inside = thing.children()
-            self._put_back += [partial(_refill, thing._buffers, copy(thing._buffers))]
+            for buffer in thing.buffers():
+                self._keep(buffer)
         else:
             keeps_nothing = _keeps_nothing(type(thing).__module__) and not isinstance(thing, nn.Module)
             return isinstance(thing, _CONSTANT) or keeps_nothing

@@ -32,6 +32,16 @@ class Mixing(nn.Module):
         return nn.functional.silu(x) + x.mean(-2, keepdim=True)
 
 
+class Answering(Mixing):
+    """Has every attribute, as dicts that look like objects do."""
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+
 def mixing_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * x.mean(1, keepdim=True)
 
@@ -178,6 +188,11 @@ UNKNOWN = "which is neither known nor declared to treat each token by itself"
 HERE = __name__
 PLUGGED_IN: dict[str, tuple[Change, str, str]] = {  # the change to the model, the part around it, what status says
     "activation": (in_layer("mlp.act_fn", lambda _: Mixing()), MLP, f"act_fn is a {HERE}.Mixing"),
+    "with every attribute": (
+        in_layer("mlp.act_fn", lambda _: Answering()),
+        MLP,
+        f"act_fn is a {HERE}.Answering",
+    ),
     "torch's softmax": (
         in_layer("mlp.act_fn", lambda _: nn.Softmax(dim=1)),
         MLP,

@@ -137,10 +137,10 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
 def inside_peft(module: nn.Module) -> nn.Module:
     """Returns the module that runs within PEFT's adapters of parameters and its copies of modules to save."""
     while True:
-        if hasattr(module, "modules_to_save"):
+        if "modules_to_save" in module._modules:
             saved = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
             module = saved[0] if saved and not module.disable_adapters else module.original_module
-        elif hasattr(module, "base_layer"):
+        elif "base_layer" in module._modules:
             module = module.base_layer
         else:
             return module

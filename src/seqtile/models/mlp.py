@@ -184,8 +184,9 @@ def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) 
 
 def mlp_size_of(*mlps: nn.Module) -> int:
     """Returns the inner width of MLPs: the most features that a projection takes; 0 if none says. Reads no weight."""
-    parts = (part for mlp in mlps for part in mlp.modules())
-    return max([0, *(getattr(part, "in_features", 0) or getattr(part, "nx", 0) for part in parts)])  # nx: GPT-2's
+    parts, names = [part for mlp in mlps for part in mlp.modules()], ("in_features", "nx")  # nx: GPT-2's
+    sizes = [getattr(part, name, 0) for part in parts for name in names]
+    return max(size for size in (0, *sizes) if isinstance(size, int))  # a user's module may answer to any name
 
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:

@@ -12,7 +12,7 @@ tree, and calls no Python function.
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from operator import attrgetter, is_
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -151,7 +151,7 @@ def _named_by(things: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
     waiting = list(things)
     while waiting:
         thing = waiting.pop()
-        function = getattr(thing, "__func__", thing)
+        function = thing.__func__ if type(thing) is MethodType else thing
         if type(function) is not FunctionType or function in seen:
             continue
         seen.add(function)

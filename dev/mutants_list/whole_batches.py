@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     OverRanks(
         "trainer: generations are counted over ranks",
-        "SequenceParallelTrainerMixin._generations_of_groups",
+        "SequenceParallelTrainerMixin.get_train_dataloader",
         '"generation_batch_size", of_ranks // size',
         '"generation_batch_size", of_ranks',
         select="trl and grpo",

@@ -87,7 +87,9 @@ def fit(
     inner = unwrapped(model)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
     memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
-    setup = _setup_of_model(model, inner) | memory | setup
+    lora_ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
+    of_model = {"lora_rank": max(lora_ranks), "load_in_4bit": has_4_bits(inner)} if lora_ranks else {}
+    setup = {"dtype": str(inner.dtype).removeprefix("torch.")} | of_model | memory | setup
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     given = setup_of(setup)
@@ -139,13 +141,6 @@ def of_every_rank(*values: float) -> torch.Tensor:
         found *= dist.get_world_size()
         dist.all_gather_object(found, values)
     return torch.tensor(found, dtype=torch.float64)
-
-
-def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
-    ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
-    dtype = str(inner.dtype).removeprefix("torch.")
-    adapters = {"lora_rank": max(ranks), "load_in_4bit": has_4_bits(inner)} if ranks else {}
-    return {"dtype": dtype} | adapters
 
 
 def formula_of(config: Any) -> Formula:

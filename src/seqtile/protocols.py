@@ -43,21 +43,17 @@ class ShardedSequences(Protocol):
 
     def other_batch(self) -> AbstractContextManager[None]:
         """Returns a context in which forwards may take another batch than the running forward."""
-        ...
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
         """The fewest tokens of a prefix that rows share, the tokens of the last batch, how many of them were saved, and
         if none, why; None if each row is computed by itself."""
-        ...
 
     def stop_sharing_prefixes(self) -> None:
         """Computes every row of a batch by itself from now on."""
-        ...
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """Returns the mean of the gradients that the ranks have which share a sequence, as a reducer does."""
-        ...
 
 
 @runtime_checkable
@@ -67,15 +63,12 @@ class ShardedTokens(Protocol):
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> Tensor:
         """Returns function([n, K], ...), which computes each token by itself, as such a tensor; of `along` [..., *] it
         is given this rank's tokens, too."""
-        ...
 
     def gradient(self, of_whole: Tensor) -> Tensor:
         """Returns a gradient of this tensor, plain and the same on every rank, as one whose tokens are over ranks."""
-        ...
 
     def whole(self) -> Tensor:
         """Returns the values of all tokens, on every rank. One all-gather."""
-        ...
 
 
 @runtime_checkable
@@ -85,32 +78,25 @@ class SequenceParallelAttention(Protocol):
     @property
     def ranks(self) -> int:
         """The number of ranks that share a sequence."""
-        ...
 
     def in_groups(self, groups: int) -> "SequenceParallelAttention":
         """Returns the steps for one of so many groups of heads; `groups` divides the number of kv heads."""
-        ...
 
     def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
         """Sends q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens; what arrives are q [B, h, rows, K], k
         and v [B, kv, length, K] of this rank's heads. Without gradients."""
-        ...
 
     def start_gradients_to_tokens(self, *d_qkv: Tensor) -> PendingTensors:
         """Sends the gradients of what `start_to_heads` brought to the ranks that hold the tokens."""
-        ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Computes attention of this rank's heads, as `start_to_heads` brought them: [B, rows, h, K]."""
-        ...
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Returns all heads of this rank's tokens [B, S, H, K] from each rank's `attend`. With gradients."""
-        ...
 
     def agree_on_max(self, size: int) -> int:
         """Returns the largest of the ranks' sizes, so that all decide alike."""
-        ...
 
 
 @runtime_checkable
@@ -126,4 +112,3 @@ class SequenceParallelFunction(Protocol):
     ) -> SequenceParallelAttention | None:
         """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call.
         None if it is not over ranks."""
-        ...

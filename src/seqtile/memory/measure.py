@@ -38,14 +38,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self._seen and tensor.device.type != "meta":
-                self._add(storage)
+                self._seen[storage._cdata] = storage.nbytes()
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
         self.peak = max(self.peak, self.live)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        self._seen[storage._cdata] = storage.nbytes()
-        self.live += storage.nbytes()
-        weakref.finalize(storage, self._free, storage._cdata)
 
     def _free(self, key: int) -> None:
         self.live -= self._seen.pop(key)

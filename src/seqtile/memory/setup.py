@@ -264,11 +264,6 @@ class Shape:
         return self.hidden * (3 * self.mlp * max(self.experts, 1) + self.experts) + self.mlp_biases
 
     @property
-    def projection_parameters(self) -> int:
-        """Parameters of a layer's attention and MLP matrices, which 4-bit loading quantizes."""
-        return self.hidden * (2 * (self.q + self.kv) + 3 * self.mlp * max(self.experts, 1))
-
-    @property
     def layer_parameters(self) -> int:
         arch = self.arch
         norms = 1 if arch.parallel else 2 * (arch.norm_before + arch.norm_after)

@@ -88,7 +88,10 @@ class Simulation(Predictor):
             enable_checkpointing(model)
             if setup.tiles:
                 apply_seqtile(model, **apply_options(setup), check=False)
-            tokens = _tokens(model)
+            config = model.config.get_text_config()
+            sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
+            of_mlp = default_chunk_tokens(config.hidden_size, 1, mlp_size_of(*mlps_of(model)), model.dtype.itemsize)
+            tokens = max(CHUNKS * of_mlp, 2 * default_chunk_tokens(config.hidden_size, sparsity))
             more = tokens + tokens // 3
             short, long = self._peak(model, tokens, setup), self._peak(model, more, setup)
         token = (long - short) / (more - tokens)
@@ -148,12 +151,3 @@ class FlashFunction(torch.autograd.Function):
 
 def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
     return FlashFunction.apply(q, k, v), None
-
-
-def _tokens(model: PreTrainedModel) -> int:
-    """Returns the shorter length, in tokens."""
-    config = model.config.get_text_config()
-    sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
-    mlp_size, itemsize = mlp_size_of(*mlps_of(model)), model.dtype.itemsize
-    of_mlp = default_chunk_tokens(config.hidden_size, 1, mlp_size, itemsize)
-    return max(CHUNKS * of_mlp, 2 * default_chunk_tokens(config.hidden_size, sparsity))

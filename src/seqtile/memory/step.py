@@ -270,10 +270,10 @@ class Step:
 
 
 def _layer_weights(shape: Shape, setup: Setup) -> int:
-    """Returns the bytes of a layer's weights. With 4 bits, each block of 64 weights has an 8-bit scale, and each block
-    of 256 scales a 32-bit one."""
+    """Returns the bytes of a layer's weights. 4-bit loading quantizes the matrices of attention and MLP: each block of
+    64 weights has an 8-bit scale, and each block of 256 scales a 32-bit one."""
     if not setup.load_in_4bit:
         return shape.layer_parameters * setup.weight_bytes
-    projections = shape.projection_parameters
+    projections = shape.hidden * (2 * (shape.q + shape.kv) + 3 * shape.mlp * max(shape.experts, 1))
     codes = projections // 2 + projections // 64 + projections // (64 * 256) * FLOAT
     return codes + (shape.layer_parameters - projections) * setup.bytes

@@ -106,8 +106,7 @@ class AtForward:
         if changed:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
-                "them before that (a step of the optimizer, a merge of adapters), or "
-                "keep only what you need later"
+                "them before that (a step of the optimizer, a merge of adapters), or keep only what you need later"
             )
 
 

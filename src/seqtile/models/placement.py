@@ -123,20 +123,6 @@ def _pickled_as_its_base(metaclass: type) -> type:
     return derived
 
 
-def _like(original: Callable, forward: Callable) -> Callable:
-    """Returns `forward` with the name, docstring and signature of `original`, like functools.wraps, but without
-    `__wrapped__`.
-
-    The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
-    dropped because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end, and would remove seqtile
-    together with its own wrapper.
-    """
-    update_wrapper(forward, original)
-    del forward.__wrapped__
-    forward.__signature__ = inspect.signature(original)
-    return forward
-
-
 def _own_class(base: type, forward: Callable, placement: Placement | None) -> type:
     """Returns a subclass of `base` with another forward and the same name and module."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _OWN: placement}
@@ -282,7 +268,11 @@ def place(
     if (key := (base, original, before, part)) not in classes:
         hidden = base if owner is not base else owner.__base__
         beneath = (hidden, hidden.forward) if before is None else None
-        forward = _like(original, wrap(original))
+        forward = update_wrapper(wrap(original), original)
+        # Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end, and would remove seqtile together
+        # with its own wrapper; Trainer reads from the signature which inputs and loss arguments a model takes.
+        del forward.__wrapped__
+        forward.__signature__ = inspect.signature(original)
         forward.seqtile_placement = Placement(forward, original, before, beneath, options, part)
         if owner is base:
             owner.forward = forward

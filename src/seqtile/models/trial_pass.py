@@ -34,7 +34,6 @@ from seqtile.protocols import SHARDED
 
 _ALMOST_NONE = 1e-30  # a rate of dropout or noise that changes nothing; at exactly 0 other code would run
 _RECORDERS = ("deepspeed", "wandb")  # ZeRO-3 records the order of modules
-_TOP_K = torch.ops.aten.topk.default
 Placed = dict[nn.Module, Placement]
 
 
@@ -181,7 +180,7 @@ class SameChoices(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = function(*args, **kwargs or {})
-        if function is not _TOP_K or (args[2:3] or (-1,))[0] not in (-1, args[0].dim() - 1):
+        if function is not torch.ops.aten.topk.default or (args[2:3] or (-1,))[0] not in (-1, args[0].dim() - 1):
             return made
         scores, chosen = args[0], made[1]
         rows = scores.flatten(0, -2).float().nan_to_num(0, 0, 0)

@@ -57,12 +57,10 @@ def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first: torch.Tensor) -> None:
-    if tensor.device == first.device:
-        return
-    remedy = "move them to one device"
-    if "meta" in (tensor.device.type, first.device.type):
-        remedy = "what is on meta has no values: load it first"
-    raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; {remedy}")
+    if tensor.device != first.device:
+        on_meta = "meta" in (tensor.device.type, first.device.type)
+        remedy = "what is on meta has no values: load it first" if on_meta else "move them to one device"
+        raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; {remedy}")
 
 
 def check_shape(op: str, name: str, tensor: Any, expected: tuple[int, ...], meaning: str) -> None:

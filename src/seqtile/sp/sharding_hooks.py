@@ -102,10 +102,9 @@ class ShardingHooks:
         for handle in self.handles:
             handle.remove()
         for module in self.model.modules():
-            if isinstance(vars(module).get("forward"), Recurrence):
-                del module.forward
-            if isinstance(vars(module).get("expand_kv"), CompressedKeys):
-                del module.expand_kv
+            for name, kind in (("forward", Recurrence), ("expand_kv", CompressedKeys)):
+                if isinstance(vars(module).get(name), kind):
+                    delattr(module, name)
         self.model.config._attn_implementation = self.implementation
 
     @property
@@ -188,21 +187,13 @@ class ShardingHooks:
         if layout is None or layout.attended:  # called by itself, or again
             layout = self._layout(args, kwargs)
         self.last_position = layout.last_position
-        if kwargs.get("output_router_logits"):
-            layout.balance = self.balance()
+        if kwargs.get("output_router_logits") and not self.takes_whole:  # else the model around it computes that loss
+            layout.balance = Balance.of(self.model)
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # describe whole sequences
             kwargs.pop(name, None)
         return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
-
-    def balance(self) -> Balance | None:
-        """Returns the loss that balances experts, if ranks can compute it. Raises ValueError if the loss is unknown."""
-        if (found := Balance.of(self.model)) is None:
-            raise ValueError(
-                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
-            )
-        return found
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives a rotary embedding the last position of the whole sequence in addition to this rank's positions."""

@@ -30,7 +30,6 @@ _ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
 _ELEMENTWISE = _ELEMENTWISE.split()
 _REDUCTIONS = "mean sum argmax logsumexp amax var".split()
 _OVER_LAST = (*_REDUCTIONS, "softmax", "log_softmax")
-_LIKE = ("view_as", "reshape_as", "expand_as")
 _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
@@ -114,8 +113,8 @@ class TokenShard(Tensor):
         if torch.compiler.is_compiling():
             raise RuntimeError("values whose tokens are spread over ranks cannot be compiled; pass their .whole()")
         first = args[0] if args else None
-        is_same = name in _LIKE and first.shape == args[1].shape  # as FSDP2's hooks call it
-        # dispatch modes call OpOverloads
+        # FSDP2's hooks call these with the tensor itself, dispatch modes call OpOverloads
+        is_same = name in ("view_as", "reshape_as", "expand_as") and first.shape == args[1].shape
         if function in ABOUT or is_same or isinstance(function, torch._ops.OpOverload):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)

@@ -5,8 +5,7 @@ therefore see groups instead of ranks when it distributes samples, counts proces
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
@@ -73,23 +72,17 @@ class SequenceParallelTrainerMixin:
         return model
 
     def get_train_dataloader(self) -> DataLoader:
-        with self._generations_of_groups():
-            return super().get_train_dataloader()
-
-    @contextmanager
-    def _generations_of_groups(self) -> Iterator[None]:
-        """Tells TRL's sampler how many completions the groups generate at a time."""
+        """Returns the trainer's loader; TRL's sampler is told how many completions the groups generate at a time."""
         of_ranks, size = getattr(self.args, "generation_batch_size", None), self.sequence_parallel.size
         if of_ranks is None:
-            yield
-            return
+            return super().get_train_dataloader()
         if of_ranks % (size * self.num_generations):
             raise ValueError(
                 f"generation_batch_size is {of_ranks} over all ranks, expected a multiple of {size} ranks per sequence "
                 f"times {self.num_generations} generations; set steps_per_generation or per_device_train_batch_size"
             )
         with exchanged([(vars(self.args), "generation_batch_size", of_ranks // size)]):
-            yield
+            return super().get_train_dataloader()
 
     def get_total_train_batch_size(self, *args: Any) -> int:
         return super().get_total_train_batch_size(*args) // self.sequence_parallel.size

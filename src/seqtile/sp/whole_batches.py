@@ -264,9 +264,6 @@ class WholeBatches(ShardingHooks):
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)
 
-    def balance(self) -> None:
-        """Does nothing: the model around the text model computes that loss from the router logits of all tokens."""
-
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_last_position(module, args, kwargs)
 

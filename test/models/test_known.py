@@ -23,6 +23,8 @@ from models.layered import assert_equal, assert_same_step, tiled_copy
 from seqtile import declared
 from seqtile.declared import is_declared
 from seqtile.models.find import mlps_of
+from seqtile.models.loss import loss_verdict
+from seqtile.models.mlp import experts_verdict
 from support.choice import every_value
 from support.tiny import batch_of, build, loss_and_gradients
 
@@ -320,6 +322,33 @@ def test_the_part_around_it_is_left_untiled(name: str, later: bool, layer: bool)
         assert f"{said}, " in str(seqtile.status(model))
     assert_same_step(model, untiled, batch_of(2, 61))
     assert_same_loss(model, untiled)
+
+
+@pytest.mark.full("5 s of compiler each", but=("False",))
+@pytest.mark.parametrize("layer", [False, True])
+def test_left_untiled_past_the_recompile_limit(layer: bool) -> None:
+    """There the compiler has compiled the code that decides, for a short sequence, and leaves eager the code that
+    then does as decided."""
+    untiled = build("llama", num_hidden_layers=1)
+    untiled.model.layers[0].mlp.act_fn = Mixing()
+    model = tiled_copy(untiled, layer=layer, chunk_tokens=25)
+    torch._dynamo.reset()
+    model.model.layers[0].compile(backend="eager")
+    for length in (20, 61):
+        batch = batch_of(1, length)
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+            torch.testing.assert_close(model(**batch).loss, untiled(**batch).loss)
+
+
+@pytest.mark.parametrize("part", [HEAD, "experts"])
+def test_compiled_code_gets_the_same_verdict(part: str) -> None:
+    model = build("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[])
+    model.lm_head = nn.Sequential(model.lm_head, Mixing())
+    experts = model.model.layers[0].mlp.experts
+    experts.act_fn = Mixing()
+    verdict, module = {HEAD: (loss_verdict, model), "experts": (experts_verdict, experts)}[part]
+    torch._dynamo.reset()
+    assert torch.compile(verdict, backend="eager")(module).how == verdict(module).how == "untiled"
 
 
 TOKENWISE: dict[str, tuple[Change, object]] = {  # the change to the model, and what is declared

@@ -185,6 +185,19 @@ def test_parameters_that_change_before_the_backward(changed: int) -> None:
     assert params[0].grad.isfinite().all() and params[1].grad is None
 
 
+def test_a_compiled_step_runs_the_function_as_it_is_in_the_backward_too() -> None:
+    """The compiler traces neither what the forward runs in chunks nor what the backward runs again."""
+    x, seen = torch.randn(1, 12, 8, requires_grad=True), []
+
+    def step() -> None:
+        tiled(lambda t: seen.append(torch.compiler.is_compiling()) or t.sin(), x, chunk_tokens=5).sum().backward()
+
+    torch._dynamo.reset()
+    torch.compile(step, backend="eager")()
+    assert seen == [False] * 6
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
 def test_another_dimension(device: str) -> None:
     x = torch.randn(95, 3, D, device=device, requires_grad=True)
     ours = gradients(tiled(torch.sin, x, dim=0, chunk_tokens=30), x.detach(), x)

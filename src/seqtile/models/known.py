@@ -56,15 +56,14 @@ _PVERA = ("bnb.Linear4bit", "bnb.Linear8bitLt", "layer.Linear")
 _NEEDS_TASKS = "needs the task of each sequence"
 
 
+@torch.compiler.disable(reason="seqtile looks at what a part is made of")
 def unknown_in(root: nn.Module, name: str = "") -> str | None:
     """Says which module, function or hook in a part of a model is neither known nor declared; None if none is.
 
     With `name`, such as "head", `root` is called once a chunk, so its own hooks count. Without, `root` is the part: it
-    is called once, with all tokens, and its hooks run once. Under torch.compile it returns None, since the compiler
-    cannot trace it; compiled code calls `unknown_apart`, which runs eagerly, before it runs a part in chunks.
+    is called once, with all tokens, and its hooks run once. A compiler cannot trace it. The answer is the same in
+    compiled code, which may hand it to code that the compiler left eager, such as past its recompile limit.
     """
-    if torch.compiler.is_compiling():
-        return None
     if (hook := unknown_hook(None)) is not None:
         return f"every module has a hook, {named(hook)}, {UNKNOWN}"
     for mode in function_modes():
@@ -79,14 +78,6 @@ def unknown_in(root: nn.Module, name: str = "") -> str | None:
         if not is_inside_declared and (reason := _unknown(module, maker)) is not None:
             return f"{its} {reason}"
     return None
-
-
-_apart = torch.compiler.disable(unknown_in, reason="seqtile looks at what a part is made of")
-
-
-def is_unknown_compiled(root: nn.Module, name: str = "") -> bool:
-    """Returns whether a compiler is tracing, and `unknown_in`, asked apart from its graph, finds something."""
-    return torch.compiler.is_compiling() and _apart(root, name) is not None
 
 
 def is_known_home(home: str) -> bool:

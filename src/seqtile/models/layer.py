@@ -63,7 +63,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     defaults = without_cache({each.name: each.default for each in parameters[1:] if each.default is not each.empty})
 
     verdicts, choices = Verdicts(layer_verdict), Verdicts(layer_verdict)  # choices: of no dtype, so kept apart
-    of_layer_apart = torch.compiler.disable(verdicts.of, reason="seqtile looks at what the modules of a layer are")
+    of_layer_apart = torch.compiler.disable(verdicts.kept, reason="seqtile looks at what the modules of a layer are")
 
     def fits(layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
         tokens, mlp_size, dtype = hidden.shape[:-1].numel(), 0, autocast_dtype(hidden) or hidden.dtype

@@ -25,7 +25,7 @@ from seqtile.models.forms import code_of
 from seqtile.models.gathered import gathered, inside_call
 from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks
-from seqtile.models.known import is_unknown_compiled, unknown_in
+from seqtile.models.known import unknown_in
 from seqtile.models.late_read import gathers, rows_of_chunk
 from seqtile.models.lazy_logits import connected, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
@@ -102,10 +102,9 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
                 inputs.setdefault("use_cache", False)
         verdict = loss_verdict(self)
-        is_unknown = verdict.how == "chunked" and is_unknown_compiled(self.get_output_embeddings(), "head")
-        if verdict.error is not None and has_labels and not is_unknown:
+        if verdict.error is not None and has_labels:
             raise ValueError(verdict.error)
-        if is_unknown or verdict.how == "untiled" or verdict.error is not None:
+        if verdict.how == "untiled" or verdict.error is not None:
             output = original(self, *passed_on, **inputs)
             if skip_logits and isinstance(output, ModelOutput):
                 output = type(output)(**dict(output) | {"logits": None})

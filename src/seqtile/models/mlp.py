@@ -21,7 +21,7 @@ from seqtile.models.forms import code_of, names_in
 from seqtile.models.gathered import gathered, is_sharded
 from seqtile.models.hooks import defining_path
 from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
-from seqtile.models.known import is_unknown_compiled, unknown_in
+from seqtile.models.known import unknown_in
 from seqtile.models.placement import Options, original_forward
 from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.models.weights import (
@@ -128,8 +128,6 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         if verdict.how == "fused":
             params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
             return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=chunk)
-        if is_unknown_compiled(self):
-            return original(self, x, *others)
 
         def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
             return original(self, *(piece.contiguous() for piece in pieces))  # some call view
@@ -218,7 +216,7 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         is_by_token = top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]
         verdict = of_experts(self)
-        if not is_by_token or verdict.how == "untiled" or is_unknown_compiled(self):
+        if not is_by_token or verdict.how == "untiled":
             return original(self, hidden_states, top_k_index, top_k_weights)
         if verdict.sharded and not inside_chunk():
             return gathered(self, partial(tiled, self), hidden_states, top_k_index, top_k_weights)

@@ -230,6 +230,7 @@ class TiledFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @torch.compiler.disable(reason="seqtile.tiled runs its function chunk by chunk")
     def backward(ctx, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_first_derivative("tiled")
         call: Call = ctx.call

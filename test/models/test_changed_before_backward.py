@@ -18,7 +18,7 @@ import seqtile
 from models.layered import assert_equal, gradients_of, tiled_copy, whole
 from support.assertions import relative_error
 from support.choice import every_value
-from support.tiny import build, checkpointing
+from support.tiny import CHUNK, build, checkpointing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS = {  # the part that runs in chunks: a model, and how it is tiled
@@ -394,3 +394,21 @@ def test_a_functional_call_under_reentrant_checkpointing(part: str) -> None:
         checkpointing(model, True)
     theirs, ours = (functional_steps(model, [given], given_leaves, [whole_of_inner]) for model in models)
     assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["mlp", "layer"])
+def test_scales_of_adapters_changed_after_a_compiled_forward(layer: bool) -> None:
+    untiled = with_adapters(build("llama", num_hidden_layers=1, hidden_act="relu"))
+    model, batch, found = copy.deepcopy(untiled), whole(61), []
+    seqtile.apply_seqtile(model.get_base_model(), layer=layer, chunk_tokens=CHUNK, check=False)
+    compiled = model.get_base_model().model.layers[0]
+    (compiled if layer else compiled.mlp).compile(backend="eager")
+    for each in (model, untiled):
+        found.append(steps(each, batch, change_scales))
+    assert_equal(*found)
+
+
+def change_scales(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(scaling := getattr(module, "scaling", None), dict):
+            scaling |= {name: 3 * scale for name, scale in scaling.items()}

@@ -98,10 +98,9 @@ def call_in_chunks(
     """Returns function(*inputs, *shared), computed by `tiled_part` with these options. `function` calls the modules."""
     options["always"] = hooks_in_loop() is not None and not inside_chunk()
     repeat = _Repeat(function, modules)
-    fn = function if torch.compiler.is_compiling() else repeat  # the compiler's guards see what changes
-    shared, fn = (*shared, *repeat.computed), Holding(fn, modules.state)
+    shared, fn = (*shared, *repeat.computed), Holding(repeat, modules.state)
     outputs = tiled_part(fn, *inputs, params=modules.trained, shared=shared, **options)
-    repeat.end_forward()
+    _end_apart(repeat) if torch.compiler.is_compiling() else repeat.end_forward()
     return outputs
 
 
@@ -127,6 +126,8 @@ class _Repeat:
             self._snapshot = self._modules.snapshot(self._places)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():  # all tokens at once: what runs in chunks is not compiled
+            return self._function(*tensors[: len(tensors) - len(self._places)])
         changed = [] if self._snapshot is None else self._snapshot.changed()
         if changed := changed + [named(type(mode)) for mode in function_modes()]:  # there was none in the forward
             raise RuntimeError(
@@ -144,6 +145,9 @@ class _Repeat:
             if self._hooks is not None:
                 stack.enter_context(silent(self._hooks))
             return self._function(*tensors[:given])
+
+
+_end_apart = torch.compiler.disable(_Repeat.end_forward, reason="seqtile keeps what the modules of a part are")
 
 
 def _of_inactive_adapters(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -854,3 +854,43 @@ def selective() -> tuple:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class Weighed(nn.Module):
+    """A user's own LoRA, as a parametrization with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.rand(130, 2)), nn.Parameter(torch.rand(2, 48))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.a @ self.b
+
+
+@pytest.mark.parametrize("is_tokenwise", [False, True], ids=["left", "declared"])
+def test_a_parametrization_with_weights(is_tokenwise: bool) -> None:
+    untiled = build("llama")
+    for layer in untiled.model.layers:
+        weighed = seqtile.tokenwise(Weighed()) if is_tokenwise else Weighed()
+        parametrize.register_parametrization(layer.mlp.up_proj, "weight", weighed)
+    model = tiled_copy(untiled, layer=False)
+    status = seqtile.status(model)
+    assert untiled_in(model)[MLP] == 2 * (not is_tokenwise) and status.mlp.fused == 2 * is_tokenwise
+    assert is_tokenwise or f"{HERE}.Weighed, which is neither known" in str(status)
+    assert_same_step(model, untiled, batch_of(2, 61))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_what_is_compiled_and_declared_is_compared(mixes: bool) -> None:
+    """A compiled backward may take its inputs' memory, and then keeps no graph."""
+    model = build("llama", num_hidden_layers=1)
+    model.model.layers[0].mlp.act_fn = seqtile.tokenwise(
+        torch.compile(Mixing() if mixes else OwnGelu(), backend="aot_eager")
+    )
+    seqtile.apply_seqtile(model, chunk_tokens=50)
+    if mixes:
+        with pytest.raises(ValueError, match="computes something else"):
+            model(**batch_of(2, 61))
+    else:
+        model(**batch_of(2, 61)).loss.backward()
+        assert "equal the untiled model's" in str(seqtile.status(model))

@@ -9,12 +9,14 @@ Used by the first training step, the proofs on small models and the sweep over v
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from statistics import median
 from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.graph import without_hooks
@@ -79,9 +81,17 @@ def loss_and_gradients(
                 doubled = leaf.register_hook(lambda d: None if d is None else d + d)  # none of a leaf with a main_grad
                 hooks.enter_context(doubled)
             scaled = loss * 2.0**10 if in_half else loss  # gradients may be small
-            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=True)
+            keeps = _holds_graphs(model)
+            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True, retain_graph=keeps)
     vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
     return {name: returned.detach().flatten()} | vectors
+
+
+def _holds_graphs(model: nn.Module) -> bool:
+    """Returns whether modules hold tensors that were computed before, whose graph the user's own backward needs."""
+    dicts = chain.from_iterable((vars(module), module._parameters, module._buffers) for module in model.modules())
+    held = chain(parametrize._cache.values(), *(dict.values(each) for each in dicts if isinstance(each, dict)))
+    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in held)
 
 
 def _returned(output: Any, mask: torch.Tensor | None) -> tuple[str, torch.Tensor, torch.Tensor]:

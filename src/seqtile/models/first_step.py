@@ -174,7 +174,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
             f"{where}{part}. Nothing was trained in this step. {_remedy(option)}"
         )
-    gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
+    gradients = "every gradient" if full else f"{len(untiled) - 1 or 'no'} gradients"
     gradients += " below the head" if STATES_NAME in untiled else ""
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     tried = f"{tokens} made-up tokens" if MADE_UP in batch.left_out else f"{tokens} tokens of the batch"
@@ -237,6 +237,6 @@ def _remedy(part: str | None) -> str:
     without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
         f"Pass {without} to SeqtileCallback, or to apply_seqtile after seqtile.restore(model), and please report it "
-        "(docs/troubleshooting.md), unless you declared something in it with seqtile.tokenwise: then that does not "
+        "(docs/troubleshooting.md), unless you declared something in it with seqtile.tokenwise: then that may not "
         "treat each token by itself; check=False trains without this comparison"
     )

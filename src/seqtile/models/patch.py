@@ -185,7 +185,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(
             f"expected a Hugging Face model, got a {type(inner).__name__}; pass the model itself, not a wrapper around "
-            "it (.module of DDP and DeepSpeed)"
+            "it (.module of DDP and DeepSpeed, ._orig_mod of torch.compile)"
         )
     return inner
 

@@ -206,7 +206,7 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
 def own_weights(module: nn.Module) -> list[torch.Tensor]:
     """Returns the parameters of a module without its children's, but with those of its parametrizations."""
     made_of = module.parametrizations.values() if is_parametrized(module) else ()
-    return [*module.parameters(recurse=False), *(weight for one in made_of for weight in one.parameters(recurse=False))]
+    return [*module.parameters(recurse=False), *(weight for one in made_of for weight in one.parameters())]
 
 
 def leaves_of(*modules: nn.Module) -> list[torch.Tensor]:

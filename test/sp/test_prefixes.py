@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BartConfig, BartForCausalLM
 
 import seqtile
-from seqtile.models.model_types import model_classes
+from models.layered import small_of
+from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.small import small_model
 from seqtile.protocols import SHARDED
 from seqtile.sp import backends, segments
@@ -224,6 +225,30 @@ def test_a_step(arch: str, options: dict | None, left: bool, reentrant: bool | N
     assert_as_exact(step(ours, batch), step(plain, batch), truth)
     by_rows = arch == "gemma2" and left  # eager attention
     assert saved(ours)[0] == (0 if by_rows else batch["attention_mask"].sum() - len(tokens_of(batch)))
+
+
+@pytest.mark.full("a second each", but=("kolibri1",))
+@pytest.mark.parametrize("model_type", model_types())
+def test_whole_layers_in_reentrant_checkpoints(model_type: str) -> None:
+    try:
+        plain = small_of(model_type).train()
+    except Exception as error:
+        pytest.skip(f"cannot be built small: {error}")
+    ours, batch = copy.deepcopy(plain), groups()
+    try:
+        seqtile.share_prefixes(ours, min_tokens=10)
+        seqtile.apply_seqtile(ours, layer=True, chunk_tokens=50)
+        for model in (plain, ours):
+            checkpointing(model, True)
+        loss, gradients = loss_and_gradients(plain, **batch)
+    except Exception as error:
+        pytest.skip(f"refused, or not trained untiled either: {error}")
+    found, of_ours = loss_and_gradients(ours, **batch)
+    assert relative_error(found, loss) <= 1e-5
+    assert saved(ours)[0] > 0 or model_type != "kolibri1"  # some types compute each row by itself
+    largest = max(gradient.norm() for gradient in gradients.values() if gradient is not None)
+    for name, gradient in gradients.items():  # of some, such as keys' biases, it is zero
+        assert gradient is None or (of_ours[name] - gradient).norm() <= 1e-4 * largest, name
 
 
 @pytest.mark.full("a few seconds each", but=("qwen3_next", "mamba2", "gpt_oss", "kimi_linear"))

@@ -243,6 +243,10 @@ def test_whole_layers_in_reentrant_checkpoints(model_type: str) -> None:
         loss, gradients = loss_and_gradients(plain, **batch)
     except Exception as error:
         pytest.skip(f"refused, or not trained untiled either: {error}")
+    if model_type == "moshi":  # which is known only with the length
+        with pytest.raises(ValueError, match="a window of 16 is not passed on to attention"):
+            loss_and_gradients(ours, **batch)
+        return
     found, of_ours = loss_and_gradients(ours, **batch)
     assert relative_error(found, loss) <= 1e-5
     assert saved(ours)[0] > 0 or model_type != "kolibri1"  # some types compute each row by itself

@@ -88,7 +88,8 @@ def loss_and_gradients(
 
 
 def _holds_graphs(model: nn.Module) -> bool:
-    """Returns whether modules hold tensors that were computed before, whose graph the user's own backward needs."""
+    """Returns whether modules hold tensors with a graph, which the user's own backward may need: such as a weight that
+    `parametrize.cached()` keeps, or one that another module computed."""
     dicts = chain.from_iterable((vars(module), module._parameters, module._buffers) for module in model.modules())
     held = chain(parametrize._cache.values(), *(dict.values(each) for each in dicts if isinstance(each, dict)))
     return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in held)

@@ -26,9 +26,14 @@ def behind_renaming(function: Any) -> Any:
     return function
 
 
+def unbound(function: Any) -> Any:
+    """Returns the function of a bound method. An object that only looks like a method, such as a proxy, stays."""
+    return function.__func__ if type(function) is MethodType else function
+
+
 def code_of(function: Any) -> CodeType | None:
     """Returns the code that a plain function or a method runs; None of anything else."""
-    function = function.__func__ if type(function) is MethodType else function
+    function = unbound(function)
     return function.__code__ if type(function) is FunctionType else None
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as module_module
 
 from seqtile.declared import is_declared
+from seqtile.models.forms import unbound
 
 _HARMLESS = (
     "torch.utils.module_tracker.",  # of FlopCounterMode, too
@@ -110,7 +111,7 @@ def defining_path(function: Any) -> str:
 
     A wrapper keeps the globals of its own module, so it is found there whatever name functools.wraps gave it.
     """
-    function = function.__func__ if type(function) is MethodType else function
+    function = unbound(function)
     if type(function) is not FunctionType:
         return ""
     name = function.__globals__.get("__name__", "")

@@ -100,7 +100,8 @@ def call_in_chunks(
     repeat = _Repeat(function, modules)
     shared, fn = (*shared, *repeat.computed), Holding(repeat, modules.state)
     outputs = tiled_part(fn, *inputs, params=modules.trained, shared=shared, **options)
-    _end_apart(repeat) if torch.compiler.is_compiling() else repeat.end_forward()
+    end_forward = _end_apart if torch.compiler.is_compiling() else _Repeat.end_forward
+    end_forward(repeat)
     return outputs
 
 

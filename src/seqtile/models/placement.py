@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from seqtile.models.forms import behind_renaming
+from seqtile.models.forms import behind_renaming, unbound
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
@@ -191,7 +191,7 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
     waiting = [forward or current_forward(owner)]
     while waiting:
         function = waiting.pop(0)
-        function = function.__func__ if type(function) is MethodType else function
+        function = unbound(function)
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
@@ -341,7 +341,7 @@ def decorated(forward: Callable) -> Callable:
 def home_of(function: Callable) -> str:
     """Returns the name of the module in which a function was written; of text that was executed, by `exec` in whosever
     namespace, such as "<string>"."""
-    function = function.__func__ if type(function) is MethodType else function
+    function = unbound(function)
     if type(function) is not FunctionType:  # an object may pass on the attributes of what it wraps
         return type(function).__module__
     home, file = function.__globals__.get("__name__", ""), function.__code__.co_filename

@@ -12,7 +12,7 @@ tree, and calls no Python function.
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from operator import attrgetter, is_
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.declared import tokenwise
+from seqtile.models.forms import unbound
 from seqtile.models.hooks import hooks_of
 from seqtile.models.known import CALLED, UNKNOWN
 from seqtile.models.placement import placement_of
@@ -151,7 +152,7 @@ def _named_by(things: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
     waiting = list(things)
     while waiting:
         thing = waiting.pop()
-        function = thing.__func__ if type(thing) is MethodType else thing
+        function = unbound(thing)
         if type(function) is not FunctionType or function in seen:
             continue
         seen.add(function)

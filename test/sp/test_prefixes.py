@@ -227,7 +227,12 @@ def test_a_step(arch: str, options: dict | None, left: bool, reentrant: bool | N
     assert saved(ours)[0] == (0 if by_rows else batch["attention_mask"].sum() - len(tokens_of(batch)))
 
 
-@pytest.mark.full("a second each", but=("kolibri1",))
+def of_kolibri1(cases: list[dict]) -> list[int]:
+    """Not by its name in the mark: transformers 5.17 does not know it."""
+    return [i for i, case in enumerate(cases) if case["model_type"] == "kolibri1"]
+
+
+@pytest.mark.full("a second each", but=of_kolibri1)
 @pytest.mark.parametrize("model_type", model_types())
 def test_whole_layers_in_reentrant_checkpoints(model_type: str) -> None:
     try:

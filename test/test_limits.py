@@ -9,7 +9,7 @@ import torch
 
 import seqtile
 from seqtile import fitting, limits, memory
-from seqtile.limits import cudnn_note, flash_limit, mask_limit
+from seqtile.limits import flash_limit, mask_limit
 from seqtile.models import attention_masks, model_status
 from seqtile.ops import attention_limits
 from seqtile.ops.attention_limits import attention_warning
@@ -72,26 +72,6 @@ def test_masks_of_the_efficient_attention(release: Callable, name: str, broken: 
     release("torch", name)
     assert mask_limit("sdpa", 2**16, 2**16) is None and mask_limit("eager", 2**16, 2**17) is None
     assert (mask_limit("sdpa", 2**16, 2**16 + 8) is not None) == broken
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "capability", "broken"),
-    [
-        ("2.11.0+cu130", "bfloat16", (9, 0), True),
-        ("2.13.0", "float16", (9, 0), True),
-        ("2.13.0", "float32", (9, 0), False),
-        ("2.13.0", "bfloat16", (8, 0), False),
-        ("2.13.0", "bfloat16", None, False),
-        ("2.10.0", "bfloat16", (9, 0), False),
-    ],
-)
-def test_masks_of_cudnn(
-    release: Callable, name: str, dtype: str, capability: tuple[int, int] | None, broken: bool
-) -> None:
-    release("torch", name)
-    note = cudnn_note("sdpa", dtype, capability)
-    assert cudnn_note("flash_attention_2", dtype, capability) is None
-    assert (note is not None and "torch.backends.cuda.enable_cudnn_sdp(False)" in note) == broken
 
 
 def test_calls_of_attention(release: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +144,9 @@ def test_status_asks(release: Callable, monkeypatch: pytest.MonkeyPatch) -> None
     def notes() -> str:
         return " ".join(note for note in seqtile.status(model).notes if note.startswith("sdpa"))
 
-    release("torch", "2.11.0")
-    assert not notes()
-    monkeypatch.setattr(model_status, "_capability_of", lambda model: (9, 0))
-    assert "cuDNN" in notes() and "overflows" not in notes()
     release("torch", "2.10.0")
-    assert "overflows" in notes() and "cuDNN" not in notes()
-    release("torch", "2.13.0")
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert not notes()
+    monkeypatch.setattr(model_status, "_is_on_gpu", lambda model: True)
+    assert "overflows" in notes()
+    release("torch", "2.11.0")
     assert not notes()

@@ -26,7 +26,7 @@ LIMITS = {
     ("flash", "flash_attention_2"): Limit("flash-attn", (0, 0), (2, 8)),
     # The forward of torch's efficient attention numbers the elements of a mask [S, S] by uint32.
     ("efficient", "sdpa"): Limit("torch", (0, 0), (2, 13)),
-    # cuDNN's backward, which sdpa prefers on these GPUs, computes NaN for some masks.
+    # cuDNN's backward, which sdpa prefers on these GPUs, see `cudnn_limit`.
     ("cudnn", "sdpa"): Limit("torch", (2, 11), None),
 }
 """By the kernel, and the name by which Hugging Face's models ask for the attention that runs it."""
@@ -94,12 +94,20 @@ def prefers_cudnn(dtype: str, capability: tuple[int, int] | None) -> str | None:
     return found and found[0]
 
 
-def cudnn_note(attn_implementation: str, dtype: str, capability: tuple[int, int] | None) -> str | None:
-    """Says how to avoid NaN in cuDNN's backward under a mask; None if sdpa does not prefer cuDNN, see
+def cudnn_limit(elements: int, keys: int, has_mask: bool) -> str | None:
+    """Says which gradients cuDNN computes wrongly for queries of so many elements, batch and heads included, and so
+    many keys, with a mask or without; None if none are known. Which releases of torch prefer cuDNN says
     `prefers_cudnn`."""
-    if attn_implementation != "sdpa" or (release := prefers_cudnn(dtype, capability)) is None:
-        return None
-    return (
-        f"sdpa of {release} prefers cuDNN on this GPU, whose gradients may be NaN under a mask (padded or packed rows) "
-        "of a length that is 64 more than a multiple of 128; torch.backends.cuda.enable_cudnn_sdp(False) avoids it"
-    )
+    if elements > INT32:
+        return (
+            f"sdpa: queries of {elements:,} elements are more than 2**31, for which cuDNN computes wrong gradients of "
+            "queries (measured with cuDNN 9.19 on an H200: off by 11 %). Another kernel computes them, in about twice "
+            'the time. By groups of heads cuDNN is right, and fast: layer=True, head_groups="auto"'
+        )
+    if has_mask and keys % 128 == 64:
+        return (
+            f"sdpa: under a mask (padded or packed rows) over {keys:,} keys, 64 more than a multiple of 128, cuDNN may "
+            "compute NaN as gradients of queries. Another kernel computes them. Rows padded to a multiple of 128 "
+            "(pad_to_multiple_of=128) are computed by cuDNN"
+        )
+    return None

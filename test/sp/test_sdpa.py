@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from seqtile import limits
 from seqtile.sp import backends, sdpa
 from seqtile.sp.all_to_all import Rows, rank_heads
 from seqtile.sp.backends import attend
@@ -197,26 +195,3 @@ def test_one_query_at_the_end_needs_no_mask(calls: list[Asked]) -> None:
 def test_long_documents_are_not_padded() -> None:
     long = sdpa.LONG + 1
     assert sdpa.lengths_for_cudnn({100, long}) == {100: 104, long: long}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "release", "may"),
-    [
-        (torch.bfloat16, (9, 0), "2.11.0+cu130", True),
-        (torch.float32, (9, 0), "2.11.0+cu130", False),
-        (torch.bfloat16, (8, 0), "2.11.0+cu130", False),
-        (torch.bfloat16, (9, 0), "2.10.0", False),
-    ],
-)
-def test_where_torch_prefers_cudnn(
-    dtype: torch.dtype, capability: tuple, release: str, may: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere nothing is padded; nor where the user switched cuDNN off."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(limits, "installed", lambda package: release)
-    monkeypatch.setattr(limits, "limit_of", limits.limit_of.__wrapped__)  # which keeps its answers
-    q = SimpleNamespace(is_cuda=True, dtype=dtype, device=None)
-    assert sdpa.may_choose_cudnn("sdpa", q) is may and not sdpa.may_choose_cudnn("eager", q)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert not sdpa.may_choose_cudnn("sdpa", q)

@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from seqtile.limits import cudnn_note, flash_limit
+from seqtile.limits import flash_limit
 from seqtile.models.find import head_of, is_checkpointed
 from seqtile.models.first_step import outcome_of
 from seqtile.models.known import UNKNOWN
@@ -184,25 +183,20 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         )
     if layer is not None and layer.tiled and not is_checkpointed(model):
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
-    if (capability := _capability_of(model)) is not None:
-        yield from _on_kernels(model, capability, (layer and layer.head_groups) or 1)
+    if _is_on_gpu(model):
+        yield from _on_kernels(model, (layer and layer.head_groups) or 1)
 
 
-def _capability_of(model: nn.Module) -> tuple[int, int] | None:
-    """Returns the compute capability of the GPU that a model is on; None if it is on none."""
-    device = next(model.parameters()).device
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+def _is_on_gpu(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
 
 
-def _on_kernels(model: nn.Module, capability: tuple[int, int], groups: int) -> Iterator[str]:
+def _on_kernels(model: nn.Module, groups: int) -> Iterator[str]:
     """Yields what its attention's kernels compute wrongly in the installed releases, where it can be reached."""
     config, sharded, dtype = model.config.get_text_config(), vars(model).get(SHARDED), str(model.dtype)[6:]
     ranks, attention = 1, model.config._attn_implementation
     if sharded is not None:
         ranks, attention = sharded.sp_group.size, sharded.implementation
-    if ranks == 1 and torch.backends.cuda.cudnn_sdp_enabled():
-        if (note := cudnn_note(attention, dtype, capability)) is not None:
-            yield note
     heads, head_dim = (getattr(config, name, None) for name in ("num_attention_heads", "head_dim"))
     if isinstance(heads, int) and dtype != "float32":  # in which sdpa takes another kernel
         limit = flash_limit(attention, -(-heads // (groups * ranks)), head_dim or config.hidden_size // heads)

@@ -28,6 +28,7 @@ from seqtile.models.proof import unproven
 from seqtile.models.small import config_for, unfilled
 from seqtile.models.stand_in import take_off
 from seqtile.protocols import SHARDED
+from seqtile.sdpa import watch_sdpa
 
 
 @dataclass
@@ -60,6 +61,7 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
     for module, part in found:
         part.check(module, options)
     watch_masks()
+    watch_sdpa()
     classes: dict[tuple, type] = {}
     for module, part in found:
         place(module, partial(part.tiled_forward, options), options, classes, part.option)
@@ -111,6 +113,7 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
     for module_name, name in found:
         check_place(getattr(sys.modules[module_name], name), options)
     watch_masks()
+    watch_sdpa()
     patch = _CLASSES.setdefault(model_type, ClassPatch())
     patch.parts |= options.parts
     for (module_name, name), part in found.items():

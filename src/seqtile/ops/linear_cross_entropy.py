@@ -190,7 +190,8 @@ def prepare_head(
     more = {"differentiable": 3, "accumulate_dtype": accumulate_dtype or own_dtype}
     more["values"] = tuple(dtypes.get(name) for name in Values._fields[1:])
     chunked = ChunkedHeads.make((head,), (target,), chunk_tokens, op, cross_entropies, (options,), **more)
-    return chunked._replace(class_weight=class_weight)
+    # Not by _replace, of whose result the compiler of torch 2.11 does not know the class when the graph breaks.
+    return ChunkedHeads(chunked.spec, chunked.heads, chunked.inputs, None, class_weight)
 
 
 def cross_entropies(options: Sequence[LossOptions], chunk: LogitChunk) -> None:

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.protocols import SHARDED
+from seqtile.sdpa import watch_sdpa
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.backends import check_has_masks
 from seqtile.sp.groups import ALONE, SequenceParallel
@@ -97,6 +98,7 @@ def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHoo
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []
     _check(cut_at, recurrent, is_masked_outside=cut_at not in (model, model.base_model))
     AttentionInterface.register(NAME, ulysses_attention)
+    watch_sdpa()
     layers = len(recurrent) or cut_at.config.get_text_config().num_hidden_layers
     setattr(model, SHARDED, kind(model, cut_at, ctx, layers))
 

@@ -24,10 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 
 from seqtile.ops.state import Overridden
+from seqtile.sdpa import may_choose_cudnn, without_cudnn
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
-from seqtile.sp.sdpa import causal_from_the_end, in_lengths, lengths_for_cudnn, may_choose_cudnn, without_cudnn
+from seqtile.sp.sdpa import causal_from_the_end, in_lengths, lengths_for_cudnn
 from seqtile.sp.segments import Block, blocks, family, segments
 
 SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax

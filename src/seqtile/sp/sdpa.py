@@ -1,4 +1,4 @@
-"""Where torch's sdpa may be computed by cuDNN, its first choice for bfloat16 and float16 on Hopper from torch 2.11 on.
+"""The lengths in which torch's sdpa may be computed by cuDNN, its first choice on Hopper, see `seqtile.sdpa`.
 
 cuDNN builds a plan for every new shape, which takes up to a second, and under some masks its gradients are NaN. So it
 is left out for blocks with a mask and for batches with documents of many lengths: FlashAttention needs no plans. For
@@ -10,42 +10,13 @@ documents of a few lengths torch chooses, and the lengths are rounded up, so tha
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends import cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
-
-from seqtile.limits import prefers_cudnn
 
 FEW_LENGTHS = 4  # for which cuDNN may build plans in one batch
 LONG = 2**15  # tokens
-BACKENDS_BUT_CUDNN = {
-    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
-    SDPBackend.MATH: cuda.math_sdp_enabled,
-}
-
-
-def may_choose_cudnn(implementation: str, q: Tensor) -> bool:
-    """Returns whether torch may compute an attention call of these queries by cuDNN, as installed and switched."""
-    if implementation != "sdpa" or not q.is_cuda or not cuda.cudnn_sdp_enabled():
-        return False
-    is_simulated = not torch.cuda.is_available()
-    capability = None if is_simulated else torch.cuda.get_device_capability(q.device)
-    return prefers_cudnn(str(q.dtype).removeprefix("torch."), capability) is not None
-
-
-def without_cudnn() -> AbstractContextManager:
-    """Returns a context in which sdpa does not choose cuDNN, but another backend that is enabled.
-
-    Changes nothing if neither flash nor efficient attention is enabled: what is left makes scores of length x length.
-    """
-    enabled = [backend for backend, is_enabled in BACKENDS_BUT_CUDNN.items() if is_enabled()]
-    return nullcontext() if enabled in ([], [SDPBackend.MATH]) else sdpa_kernel(enabled)
 
 
 def lengths_for_cudnn(documents: set[int]) -> dict[int, int] | None:

@@ -99,11 +99,6 @@ call_right() {
   # each in a process of its own: an illegal access takes the process with it
   SHOW=10 step "attention, all heads" 100 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl"
   SHOW=10 step "attention, a head group" 50 "$python" -m benchmark.long_attention head-group "$out/found.jsonl"
-  if (($(left) > 250)); then
-    SHOW=10 step "attention, flash" 90 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl" --flash
-  else
-    note "attention, flash: the rest is for the tests"
-  fi
   local tests=(--seconds "$(($(left) - 40))")
   if (($(left) < 80)); then
     note "tests: no time left"

@@ -2,10 +2,13 @@
 
 import copy
 import gc
+import io
 import pickle
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +171,39 @@ def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
     seqtile.restore(model)
     gc.collect()
     assert {cls: len(cls.__subclasses__()) for cls in classes} == classes
+
+
+class Hook:
+    def __call__(self, *args: object) -> None: ...
+
+    def method(self, *args: object) -> None: ...
+
+
+class Slots:
+    """What cannot be referred to weakly."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize("made", [Hook, lambda: Hook().method, lambda: partial(print, Hook(), file=io.StringIO())])
+@pytest.mark.parametrize("place", ["", "mlp", "mlp.up_proj"])
+def test_a_hook_is_freed_when_it_is_removed(made: Callable, place: str) -> None:
+    """With all that it holds, at once."""
+    model, batch = tiled_model("llama", layer=True), whole(101)
+    module = model.model.layers[0].get_submodule(place)
+    for _ in range(2):
+        handle = module.register_forward_hook(hook := made())
+        held = weakref.ref(hook)
+        del hook
+        model(**batch).loss.backward()
+        handle.remove()
+        assert held() is None
+    handle = module.register_forward_hook(Slots())
+    assert bool(place) == ("Slots" in str(seqtile.status(model)))
+    handle.remove()
+    assert "Slots" not in str(seqtile.status(model))
 
 
 def test_modules_of_a_class_stay_of_one_class() -> None:

@@ -295,20 +295,6 @@ def test_a_users_hook_is_found(kind: str, of_module: bool, monkeypatch: pytest.M
     assert unknown_hook(None) is None
 
 
-def test_a_compiler_traces_the_question() -> None:
-    modules = [nn.Linear(8, 8) for _ in (*HOOKS, "declared")]
-    for module, users in zip(modules, (*HOOKS.values(), tokenwise(lambda *given: None)), strict=True):
-        module.register_forward_hook(users)
-
-    def asked(x: torch.Tensor) -> torch.Tensor:
-        for module in modules:
-            x = 2 * x + (unknown_hook(module) is not None)
-        return x
-
-    assert asked(torch.zeros(())) == 2 ** (len(HOOKS) + 1) - 2
-    assert torch.compile(asked, backend="eager", fullgraph=True)(torch.zeros(())) == 2 ** (len(HOOKS) + 1) - 2
-
-
 @pytest.mark.parametrize("put", [spectral_norm, lambda module: prune.random_unstructured(module, "weight", 0.5)])
 def test_torchs_hooks_that_compute_weights_are_not_listed(put: Callable) -> None:
     put(module := nn.Linear(8, 8))

@@ -5,16 +5,17 @@
 
 It compares the attributes of the module and its submodules, the contents of their dicts and lists (hooks, children,
 parameters, adapters), the classes and their forwards, all globals that the forwards name, torch's functions, whether
-autocast is on, and the active TorchFunctionModes. The comparison does not walk the module
-tree, and calls no Python function.
+autocast is on, and the active TorchFunctionModes. The comparison does not walk the module tree, and calls no Python
+function. Hooks it refers to weakly, so that what one holds is freed when it is removed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, product
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -98,13 +99,15 @@ class Verdicts:
     def kept(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
         """Returns the same where no compiler runs."""
         kept = self._kept.get(module)
-        if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
-            with saved_unseen():  # a checkpoint counts what is saved
-                verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
-            if not all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
-                return verdict  # of weights by functional_call, which are not kept alive here
-            kept = self._kept[module] = _Kept(verdict, module, dtype)
-        return kept.verdict
+        with suppress(TypeError):  # of a hook that cannot be referred to weakly
+            if kept is not None and all(map(is_, kept.now(module, dtype), kept.seen)):
+                return kept.verdict
+        with saved_unseen():  # a checkpoint counts what is saved
+            verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
+        with suppress(TypeError):
+            if all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
+                self._kept[module] = _Kept(verdict, module, dtype)  # weights by functional_call are not kept alive here
+        return verdict
 
 
 class _Kept:
@@ -117,7 +120,9 @@ class _Kept:
         self._parameters = list(module.parameters())
         owned = [vars(module), *map(vars, self._inside)]
         held = [value for own in owned for value in own.values()]
-        self._dicts = [*owned[1:], *(each for each in held if isinstance(each, dict)), *hooks_of(None)]
+        self._hooks = [hooks for inner in (module, *self._inside, None) for hooks in hooks_of(inner)]
+        of_hooks = set(map(id, self._hooks))
+        self._dicts = [*owned[1:], *(each for each in held if isinstance(each, dict) and id(each) not in of_hooks)]
         self._lists = [each for each in held if isinstance(each, list)]
         bases = (base for inner in (module, *self._inside) for base in type(inner).__mro__)
         classes = dict.fromkeys(base for base in bases if issubclass(base, nn.Module))
@@ -137,6 +142,7 @@ class _Kept:
             module.__dict__.values(),
             map(type, self._inside),
             chain.from_iterable(chain(map(dict.values, self._dicts), self._lists)),
+            map(ref, chain.from_iterable(map(dict.values, self._hooks))),
             map(_DTYPE, self._parameters),
             map(getattr, self._owners, self._names),
             map(dict.get, self._globals, self._global_names),

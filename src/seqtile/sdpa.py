@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from seqtile import limits
 from seqtile.limits import cudnn_limit, mask_limit, prefers_cudnn
 
 logger = logging.get_logger(__name__)
@@ -61,7 +62,9 @@ class WatchedSdpa:
         self.function = function
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        with nullcontext() if torch.compiler.is_compiling() else around(query, key, mask):
+        if (mask is None and query.numel() <= limits.INT32) or torch.compiler.is_compiling():
+            return self.function(module, query, key, value, mask, **options)
+        with around(query, key, mask):
             return self.function(module, query, key, value, mask, **options)
 
 

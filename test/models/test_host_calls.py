@@ -86,7 +86,7 @@ def calls_a_layer(kind: str, tokens: int, checkpointed: bool, way: str) -> float
 BEYOND = [
     (0.5, False, {"mlp": 53, "layer": 53, "groups": 53}),
     # attention of the oldest transformers makes fewer calls
-    (0.5, True, {"mlp": 80, "layer": 80, "groups": 80} if OLDEST else {"mlp": 65, "layer": 70, "groups": 71}),
+    (0.5, True, {"mlp": 80, "layer": 80, "groups": 80} if OLDEST else {"mlp": 66, "layer": 74, "groups": 74}),
     (2, True, {"mlp": 1_415, "layer": 3_915, "groups": 5_415}),
 ]
 

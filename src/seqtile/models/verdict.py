@@ -99,9 +99,11 @@ class Verdicts:
     def kept(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
         """Returns the same where no compiler runs."""
         kept = self._kept.get(module)
-        with suppress(TypeError):  # of a hook that cannot be referred to weakly
+        try:
             if kept is not None and all(map(is_, kept.now(module, dtype), kept.seen)):
                 return kept.verdict
+        except TypeError:  # of a hook that cannot be referred to weakly
+            pass
         with saved_unseen():  # a checkpoint counts what is saved
             verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
         with suppress(TypeError):

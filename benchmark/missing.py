@@ -71,6 +71,5 @@ class Missing:
 
     def __exit__(self, *exception: object) -> None:
         self.end()
-        del self.weights  # a hook lives until the next forward: a layer's verdict compares hooks with those it saw
         for hook in self._hooks:
             hook.remove()

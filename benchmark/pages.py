@@ -6,8 +6,12 @@ from pathlib import Path
 
 from benchmark import loss_curves, plans, predicted_times, prediction, so_far
 from benchmark.markdown import rewritten, table
+from benchmark.methods import METHODS
 from benchmark.results import RESULTS, Results, Row, load, newest
+from benchmark.shapes import SHAPES
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
+
+from seqtile import memory
 
 ROOT = Path(__file__).parent.parent
 PAGES = {  # the page of each block
@@ -76,7 +80,8 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
     )
     parts = [about]
     for subject, title in TITLES.items():
-        if rows := [row for row in results.rows(subject) if row.get("shape") == SHAPE]:
+        rows = [row for row in results.rows(subject) if row.get("shape") == SHAPE]
+        if rows := [row for row in rows if row["status"] != "no time left"]:
             parts += [by_length(title, rows)]
             parts += [over_liger(rows)] if subject == "decoder_layer" else []
             parts += [over_prediction(title, rows)] if any("predicted_ms" in row for row in rows) else []
@@ -87,7 +92,7 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
 
 
 def _picture(file: Path, name: str) -> str:
-    return f"benchmark/results/{file.stem}-{name}.png"
+    return f"../benchmark/results/{file.stem}-{name}.png"
 
 
 def cell_of(row: Row) -> str:
@@ -126,24 +131,45 @@ def by_length(title: str, rows: list[Row], cell: Callable[[Row], str] = cell_of)
 def ladder(rows: list[Row]) -> str:
     first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
     header = [f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB", "in host memory"]
-    lines = [[*header, "GiB there", "measured", "predicted", "layers run", "tokens/s", "utilisation"]]
+    header += [
+        "GiB there",
+        "measured",
+        "predicted",
+        "its peak, GiB",
+        "planned",
+        "layers run",
+        "tokens/s",
+        "utilisation",
+    ]
+    lines = [header]
     for row in rows:
         if not row.get("steps"):
-            lines.append([row["contestant"], "", "", row["status"], *[""] * 4])
+            lines.append([row["contestant"], "", "", row["status"], *[""] * 6])
             continue
         last = row["steps"][-1]
         predicted = f"{row['predicted']:,}" if "predicted" in row else ""
+        peaks = ["", ""] if "why" in row else [f"{last['bytes'] / 2**30:.2f}", planned(row, last["tokens"])]
         host = f"{row['host_bytes'] / 2**30:,.0f}" if "host_bytes" in row else ""
         figures = [str(last["layers"]), f"{last['tokens_per_second']:,.0f}", f"{last['utilisation']:.0%}"]
-        lines.append([row["contestant"], in_host_memory(row), host, longest(row), predicted, *figures])
+        lines.append([row["contestant"], in_host_memory(row), host, longest(row), predicted, *peaks, *figures])
     about = (
         "Measured at that length on the layers that are named, with finite gradients of every parameter, and bytes for "
-        "the others; `>`: time was up before memory was full. Predicted is what `seqtile.memory` says. What is in host "
+        "the others; `>`: time was up before memory was full. Predicted is the longest by `seqtile.memory`; planned is "
+        "what it says of the peak at the measured length. What is in host "
         "memory is of the layers; of their weights and gradients the GPU then holds two layers', as if they were "
         "copied while others are computed, and these copies are not made. tokens/s are those of all layers at the "
         "utilisation (the model's FLOPs over the rate of products); GiB there are what all layers would need."
     )
     return f"{table(lines, words=2)}\n\n{about}"
+
+
+def planned(row: Row, tokens: int) -> str:
+    """GiB of the step that was measured, without what a plan reserves for CUDA; nothing for methods without a plan."""
+    setup = METHODS[row["contestant"]].setup if row["contestant"] in METHODS else None
+    if setup is None:
+        return ""
+    plan = memory.plan(SHAPES[row["shape"]], seq_len=tokens, zero_stage=0, optimizer="sgd", dtype="bfloat16", **setup)
+    return f"{(plan.gpu_bytes - plan.peak.parts['reserved']) / 2**30:.2f}"
 
 
 def ulysses(results: Results) -> str:

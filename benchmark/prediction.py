@@ -69,7 +69,7 @@ def caption(directory: Path = RESULTS) -> str:
     lengths = longest()
     ran, where = measured(directory)
     said = [f"{tokens:,}{f' ({longest_of(ran[label])})' if label in ran else ''}" for label, tokens in lengths.items()]
-    title = f"predicted (in brackets: measured on an {where})" if ran else "predicted, not measured"
+    title = f"predicted (in brackets: measured, {where})" if ran else "predicted, not measured"
     support = (
         "[How it was measured](docs/benchmarks.md#how-the-ladder-measures)."
         if ran
@@ -79,7 +79,7 @@ def caption(directory: Path = RESULTS) -> str:
     host = memory.plan(MODEL, seq_len=[*lengths.values()][-1], **setups()["and offload"]).host_bytes / GIB
     text = (
         f"*Longest sequences in tokens, {title}: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} "
-        f"GiB, a fifth of it left free; layers checkpointed, FlashAttention. Hugging Face: {said[0]}; "
+        f"GiB, a fifth of it left free; layers checkpointed. Hugging Face: {said[0]}; "
         f"Liger (norms, RoPE, tiled loss): {said[1]}; seqtile: {said[2]}; with Liger's norms: {both:,}; with whole "
         f"layers and groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
         f"host memory: {said[4]}. {support}*"

@@ -49,15 +49,17 @@ def of_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
 
 
 def of_time(directory: Path) -> str:
-    """The time of a layer that is tiled as a whole, over the best known, at the longest sequence that has both."""
+    """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    for peer, key in (("Liger's", "time_x_liger"), ("Hugging Face's", "time_x_hf")):
-        if both := [row for row in rows if key in row and row["shape"] == "llama3_8b"]:
-            row = max(both, key=lambda row: row["tokens"])
-            where = f"{results.device}, {results.date}"
-            return f"A tiled layer of {row['tokens'] // 1024}K tokens takes {row[key]:.2f} of {peer} time ({where})."
-    return ""
+    peers = {"time_x_hf": "Hugging Face's", "time_x_liger": "Liger's"}
+    timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
+    if not timed:
+        return ""
+    row = max(timed, key=lambda row: row["tokens"])
+    ratios = " and ".join(f"{row[key]:.2f} of {peer}" for key, peer in peers.items() if key in row)
+    where = f"{results.device}, {results.date}"
+    return f"A tiled layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({where})."
 
 
 def checks(directory: Path = RESULTS) -> list[str]:
@@ -71,7 +73,7 @@ def checks(directory: Path = RESULTS) -> list[str]:
         lines = [[row["what"], row["error"], f"{float(row['allowed']):.1e}"] for row in wrong if "error" in row]
         lines += [[row["what"], row.get("why", ""), ""] for row in wrong if "error" not in row]
         parts += [table([["wrong", "error", "allowed"], *lines], words=2)] if lines else []
-        said = [f"- {words_of(row)}" for row in rows if "right" not in row]
+        said = [f"- {words_of(row)}" for row in rows if "right" not in row and set(row) != {"what", "says"}]
         parts += ["\n".join(said)] if said else []
     return parts
 
@@ -80,6 +82,12 @@ def words_of(row: Row) -> str:
     """A row that nothing judges."""
     if row["what"] == "plan":
         return f"peak {row['of'] / GIB:.2f} GiB, planned {row['planned_bytes'] / GIB:.2f}"
-    shown = {key: value for key, value in row.items() if key not in ("what", "says", "peak_bytes")}
+    shown = {key: rounded(value) for key, value in row.items() if key not in ("what", "says", "peak_bytes")}
     shown |= {"peak": f"{row['peak_bytes'] / GIB:.2f} GiB"} if "peak_bytes" in row else {}
     return f"{row['what']}: {', '.join(f'{key} {value}' for key, value in shown.items())}"
+
+
+def rounded(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(rounded, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

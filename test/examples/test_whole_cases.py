@@ -77,11 +77,11 @@ def assert_merged(base: str, output: str) -> None:
     merged, missing = AutoModelForCausalLM.from_pretrained(f"{output}/merged", dtype="auto", output_loading_info=True)
     assert merged.dtype == torch.bfloat16 and not any(missing.values())
     assert AutoTokenizer.from_pretrained(f"{output}/merged").chat_template == TEMPLATE
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float()
     before = plain(ids).logits.detach()
     adapted = peft.PeftModel.from_pretrained(plain, f"{output}/adapter")(ids).logits
-    error = relative_error(merged(ids).logits, adapted)
-    assert error <= IN_BFLOAT16 and relative_error(before, adapted) > 3 * error
+    error = relative_error(merged.float()(ids).logits, adapted)  # of weights that are rounded to bfloat16
+    assert error <= 1e-2 and relative_error(before, adapted) > 3 * error
 
 
 def assert_same(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
@@ -100,7 +100,7 @@ def test_qlora(model: str) -> None:
     asked = [{"messages": message("user", letters(70 + i)) + message("assistant", "xyz" * 10)} for i in range(4)]
     data, found = lines(asked), {}
     for tiled in (False, True):
-        found[tiled] = run("qlora", model, data, tiled=tiled, learning_rate=0.02, gradient_accumulation_steps=1)
+        found[tiled] = run("qlora", model, data, tiled=tiled, learning_rate=0.005, gradient_accumulation_steps=1)
     assert_same(*(figures(found[tiled]) for tiled in (True, False)))
     status = found[True]["status"]
     assert (status.layer.tiled, status.layer.reason) == (2, None) and "groups of heads" in found[True]["printed"]
@@ -130,11 +130,12 @@ def test_packing(model: str) -> None:
     assert AutoTokenizer.from_pretrained("runs/packing/model").eos_token == "</s>"
 
 
+@pytest.mark.full("4 s; test/integrations trains by DPO on shared prompts too")
 def test_dpo(model: str) -> None:
     """Trains as untiled and unshared; the prompt is computed once for both answers."""
     answers = {"chosen": message("assistant", "xyz" * 8), "rejected": message("assistant", "abc" * 6)}
     data = lines([{"prompt": message("user", letters(300))} | answers for _ in range(4)])
-    options, found = {"learning_rate": 0.01, "gradient_accumulation_steps": 1}, {}
+    options, found = {"learning_rate": 0.001, "gradient_accumulation_steps": 1}, {}
     for tiled in (False, True):
         found[tiled] = run("dpo", model, data, tiled=tiled, **options)
         restore_trl()
@@ -147,13 +148,13 @@ def test_dpo(model: str) -> None:
 @pytest.mark.full("5 s; test/integrations trains by GRPO on shared prompts too")
 def test_grpo(model: str) -> None:
     """Completions with different rewards train the adapters; a prompt is computed once for all of them."""
-    data = lines([{"prompt": message("user", letters(300)), "answer": letter} for letter in "ae "])
-    options = {"ANSWERS": 4, "LENGTH": 30, "learning_rate": 0.01, "gradient_accumulation_steps": 1}
+    data = lines([{"prompt": message("user", letters(300)), "answer": letter} for letter in "aeo "])
+    options = {"ANSWERS": 8, "LENGTH": 60, "learning_rate": 0.01, "gradient_accumulation_steps": 1}
     found = run("grpo_shared_prompt", model, data, **options)
     history = [entry for entry in found["trainer"].state.log_history if "reward" in entry]
-    assert len(history) == 3 and max(entry["reward_std"] for entry in history) > 0
+    assert len(history) == 4 and max(entry["reward_std"] for entry in history) > 0
     assert all(math.isfinite(entry["loss"]) for entry in history)
-    assert f"{3 * 302} of" in found["printed"], found["printed"]
+    assert f"{7 * 302:,} of" in found["printed"], found["printed"]
     assert_merged(model, "runs/grpo")
 
 
@@ -175,7 +176,7 @@ def test_accelerate_takes_its_configs() -> None:
         assert own.keys() <= known.keys(), own.keys() - known.keys()
 
 
-@pytest.mark.full("a minute: three times two processes or one, with Accelerate")
+@pytest.mark.full("a minute: two times two processes under Accelerate, and one")
 @pytest.mark.dist
 def test_ranks_that_accelerate_launches_train_as_one_untiled_process_does(model: str) -> None:
     data, rate = lines([{"text": letters(100 + i, "ab")} for i in range(6)]), 0.01

@@ -23,6 +23,14 @@ MUTANTS = (
         ("models/test_forward.py",),
     ),
     Mutant(
+        "layers: only one wrapper for checkpointing is taken off",
+        "_unwrapped",
+        'while defining_path(forward).startswith("transformers.modeling_layers.")',
+        'if defining_path(forward).startswith("transformers.modeling_layers.")',
+        LAYER,
+        select="fsdp2_has_wrapped",
+    ),
+    Mutant(
         "causal LM: logits are not divided",
         "LogitsRecipe.affine",
         'arguments[0] if name == "mul" else 1 / arguments[0]',

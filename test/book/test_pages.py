@@ -115,6 +115,8 @@ def check_command(words: list[str]) -> None:
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"
         case ["python" | "python3", file, *_] | ["torchrun", _, _, file, *_] | [file, *_] if file.endswith(SCRIPTS):
             assert (ROOT / file).exists(), f"no {file}"
+        case ["accelerate", "launch", "--config_file", config, file, *_]:
+            assert (ROOT / config).exists() and (ROOT / file).exists(), f"no {config} or no {file}"
         case ["source" | "git" | "cd", *_]:
             pass
         case _:

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory, offload
-from seqtile.integrations.trl import restore_trl
 from support.assertions import relative_error
 from support.plain_store import offloaded
 from support.pool import Pool
 from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, on_rank, run, trained_by_grpo
 
 IN_BFLOAT16 = 5e-3  # relative: the effect of another rounding order on a loss and on a gradient's norm
+ROOT = EXAMPLES.parent
 Figures = list[tuple[float, float]]
 
 
@@ -53,12 +53,22 @@ def updates() -> Iterator[list]:
 
 
 def test_each_is_short_and_says_how_to_run() -> None:
+    """A sentence or two, the second of which says what it needs, and the command."""
+    started = {"eight_gpus": "accelerate launch --config_file examples/accelerate/fsdp2.yaml"}
     for file in EXAMPLES.glob("*.py"):
-        sentence, empty, command = ast.get_docstring(ast.parse(file.read_text())).split("\n")
-        assert len(file.read_text().splitlines()) <= 40
-        assert sentence.endswith(".") and empty == ""
-        start = "torchrun --nproc-per-node 2" if "_sp" in file.stem else "python"
-        assert re.fullmatch(rf"{start} examples/{file.stem}\.py \[[A-Z]+\]", command)
+        *sentences, empty, command = ast.get_docstring(ast.parse(file.read_text())).split("\n")
+        assert len(file.read_text().splitlines()) <= 70
+        assert 1 <= len(sentences) <= 2 and all(line.endswith(".") for line in sentences) and empty == ""
+        assert len(sentences) == 1 or sentences[1].startswith("Needs ")
+        start = started.get(file.stem, "torchrun --nproc-per-node 2" if "_sp" in file.stem else "python")
+        assert re.fullmatch(rf"{start} examples/{file.stem}\.py \[[A-Z ]+\]", command)
+
+
+def test_pages_name_examples_that_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = re.findall(r"(?<![\w/])examples/(\w+\.py|accelerate/\w+\.yaml)", "".join(p.read_text() for p in pages))
+    absent = {name for name in named if not (EXAMPLES / name).exists()}
+    assert len(named) > 10 and not absent
 
 
 def same_figures(ours: Figures, theirs: Figures) -> None:
@@ -71,9 +81,8 @@ def same_figures(ours: Figures, theirs: Figures) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["own_loop", "trainer_lora", "trl_sft", "whole_layers"])
+@pytest.mark.parametrize("name", ["own_loop", "whole_layers"])
 def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip({"trainer_lora": "peft", "trl_sft": "trl"}.get(name, "torch"))
     monkeypatch.setattr(offload, "enable", lambda model: setattr(model, "pool", offloaded(model)))
     found, first = {}, {}
     for tiled in (False, True):
@@ -87,12 +96,7 @@ def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch
         assert gradient.norm() == mine.norm() == 0 or relative_error(mine, gradient) <= 10 * IN_BFLOAT16
     status = found[True]["status"]
     assert found[False]["status"].mlp.tiled == 0
-    assert (status.loss.tiled, status.mlp.tiled, status.mlp.chunk_tokens) == (name != "trl_sft", 2, (50,))
-    if name == "trl_sft":  # its loss is TRL's, by seqtile's function
-        utils = pytest.importorskip("trl.trainer.utils")
-        ours = utils._ChunkedLogProbFunction
-        restore_trl()
-        assert ours is not utils._ChunkedLogProbFunction
+    assert (status.loss.tiled, status.mlp.tiled, status.mlp.chunk_tokens) == (1, 2, (50,))
     if name == "whole_layers":
         assert status.layer.tiled == 2
         assert found[True]["model"].pool.total == LENGTH * 48 * 4, "the input of the first of two layers"
@@ -153,11 +157,9 @@ def test_plan(own: bool, directory: str) -> None:
         assert memory.plan(name, seq_len=longer * names["longest"].tokens, **setup).fits == fits
 
 
-@pytest.mark.full(
-    "11 s of DeepSpeed, with which sp's cases train too; 4 s of Trainer, as of GRPO below", but=("fsdp2_sp",)
-)
+@pytest.mark.full("11 s of DeepSpeed, with which sp's cases train too", but=("fsdp2_sp",))
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["fsdp2_sp", "deepspeed_sp", "trainer_sp"])
+@pytest.mark.parametrize("name", ["fsdp2_sp", "deepspeed_sp"])
 def test_ranks_train_as_one_untiled_process_does(name: str, directory: str) -> None:
     pytest.importorskip("deepspeed" if "deepspeed" in name else "torch")
     found = []

@@ -212,6 +212,19 @@ def test_refusals(case: str) -> None:
     assert CLASSES["phi3"][1].forward is before
 
 
+def test_layers_that_fsdp2_has_wrapped_are_fused() -> None:
+    """FSDP2 makes a subclass of each layer's class, and Hugging Face wraps a subclass's forward once more."""
+    theirs = build("llama").train()
+    ours, batch = copy.deepcopy(theirs), whole(101, "cpu")
+    for layer in ours.model.layers:
+        kind = type(layer)
+        layer.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp"})
+    seqtile.apply_seqtile(ours, layer=True, head_groups=2, chunk_tokens=CHUNK)
+    status = seqtile.status(ours).layer
+    assert (status.tiled, status.reason) == (2, None)
+    assert_same_step(ours, theirs, batch)
+
+
 def test_an_attention_that_saves_much_is_refused_or_repeated(device: str) -> None:
     """Hugging Face's eager attention saves its weights."""
     untiled = build("llama", device, attn_implementation="eager", num_key_value_heads=4, head_dim=16)

@@ -21,15 +21,14 @@ LENGTH, SEQUENCES, CHUNK = 120, 6, 50
 STEP = re.compile(r"step \d+: loss (\d+\.\d+), gradient norm (\d+\.\d+)")
 
 
-def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dict[str, Any]:
+def run(name: str, *arguments: str, tiled: bool = True, **numbers: float | str) -> dict[str, Any]:
     """Runs an example and returns its global names, with its output as `printed` and its model's status as `status`.
-    `constants` replace constants of the script; `tiled=False` leaves its model untiled."""
+    `numbers` replace constants of the script and arguments in it; `tiled=False` leaves its model untiled."""
     source = (EXAMPLES / f"{name}.py").read_text().replace("inspect.getsource(", "document(")
-    for constant, value in constants.items():
-        source, count = re.subn(rf"^{constant} = \d+", f"{constant} = {value}", source, flags=re.M)
-        assert count == 1, f"{name} has no {constant}"
-    different = 1 if name.startswith("tr") else 2  # different sequences: one if a trainer shuffles them
-    text = inspect.getsource(inspect)[: different * LENGTH] * (SEQUENCES // different)
+    for number, value in numbers.items():
+        source, count = re.subn(rf"^( *{number} ?= ?)[\w.-]+", rf"\g<1>{value}", source, flags=re.M)
+        assert count == 1, f"{name} has no {number}"
+    text = inspect.getsource(inspect)[: 2 * LENGTH] * (SEQUENCES // 2)  # two different sequences, again and again
     names, printed, status = {"__name__": "__main__", "document": lambda _: text}, StringIO(), None
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(printed))
@@ -53,10 +52,10 @@ def figures(names: dict[str, Any]) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in STEP.findall(names["printed"])]
 
 
-def on_rank(name: str, directory: str, how: str) -> dict[str, Any]:
+def on_rank(name: str, directory: str, how: str, *data: str, **numbers: float) -> dict[str, Any]:
     """Runs an example on one rank; `how` is tiled or untiled. Returns its figures, its number of tiled MLPs, and the
     number of ranks that share a sequence."""
-    names = run(name, directory, tiled=how == "tiled", LENGTH=LENGTH)
+    names = run(name, directory, *data, tiled=how == "tiled", LENGTH=LENGTH, **numbers)
     return {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
 
 

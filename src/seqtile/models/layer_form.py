@@ -81,9 +81,10 @@ def is_llamas_norm(forward: Any) -> bool:
 
 
 def _unwrapped(forward: Any) -> Any:
-    """Returns a layer's forward inside Hugging Face's wrapper for checkpointing."""
-    wrapper = defining_path(forward).startswith("transformers.modeling_layers.")
-    return behind_renaming(forward.__wrapped__ if wrapper and hasattr(forward, "__wrapped__") else forward)
+    """Returns a layer's forward inside Hugging Face's wrappers for checkpointing; each subclass (FSDP2's) adds one."""
+    while defining_path(forward).startswith("transformers.modeling_layers.") and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return behind_renaming(forward)
 
 
 @cache

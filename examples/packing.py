@@ -1,0 +1,53 @@
+"""Trains all parameters on documents of many lengths, packed into full rows in which no document sees another.
+Needs one GPU, `pip install 'trl==1.16.*' flash-attn`, and documents as JSONL.
+
+python examples/packing.py [MODEL DOCUMENTS]"""
+
+import sys
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import seqtile
+from seqtile.integrations.trainer import SeqtileCallback
+from seqtile.integrations.trl import apply_seqtile_to_trl
+
+LENGTH = 32_768  # tokens of a row
+name, documents = sys.argv[1:] or ["Qwen/Qwen3-0.6B", "documents.jsonl"]
+dataset = load_dataset("json", data_files=documents, split="train")  # a line of the file: {"text": "..."}
+tokenizer = AutoTokenizer.from_pretrained(name)
+on_gpu = torch.cuda.is_available()
+model = AutoModelForCausalLM.from_pretrained(
+    name,
+    dtype=torch.float32,  # the weights that AdamW updates; bf16 below computes in bfloat16
+    attn_implementation="flash_attention_2" if on_gpu else "sdpa",  # sdpa takes a mask of LENGTH x LENGTH
+)
+arguments = SFTConfig(
+    output_dir="runs/packing",
+    max_length=LENGTH,
+    packing=True,  # "bfd": fills each row with the documents that fit best, and tells them apart by position_ids
+    num_train_epochs=2,
+    per_device_train_batch_size=1,
+    gradient_checkpointing=True,
+    bf16=True,
+    learning_rate=1e-5,
+    lr_scheduler_type="cosine",
+    warmup_steps=0.05,  # of all steps
+    logging_steps=1,
+    save_total_limit=1,
+    use_cpu=not on_gpu,
+    report_to="none",
+)
+apply_seqtile_to_trl()  # the loss
+trainer = SFTTrainer(
+    model,
+    arguments,
+    train_dataset=dataset,
+    processing_class=tokenizer,
+    callbacks=[SeqtileCallback(layer=True)],  # all of a layer but attention, in chunks
+)
+trainer.train()  # after an interruption: trainer.train(resume_from_checkpoint=True)
+print(seqtile.status(model))
+trainer.save_model("runs/packing/model")  # with its tokenizer; it loads without seqtile

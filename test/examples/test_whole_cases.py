@@ -1,0 +1,199 @@
+"""The examples that load data, train by a trainer and save: each as a user runs it, with a tiny model and JSONL."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.tiny_pretrained import save_tiny
+from seqtile.integrations.trl import restore_trl
+from support.assertions import relative_error
+from support.pool import Pool
+from support.small_example import EXAMPLES, figures, on_rank, run
+from support.tiny import build
+
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ '<' + message['content'] + '>' }}{% endif %}{% endfor %}"
+)
+IN_BFLOAT16 = 2e-2  # relative: the effect of another rounding order on a loss, a gradient's norm, and logits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved model whose layers 4 bits divide, and a tokenizer with a chat template."""
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("chat")
+    save_tiny(directory)
+    build("llama", hidden_size=64, intermediate_size=128, max_position_embeddings=1024).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, "<unk>"
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # of other processes
+    yield
+    restore_trl()
+
+
+def letters(count: int, among: str = "abcdefgh ") -> str:
+    return "".join(among[i] for i in torch.randint(len(among), (count,)).tolist())
+
+
+def message(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    """Writes rows as JSONL and returns the file's name."""
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "data.jsonl"
+
+
+def assert_merged(base: str, output: str) -> None:
+    """The merged model is in bfloat16, without adapters, and its logits are those of the base with the saved ones."""
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(3, 90, (1, 60))
+    merged, missing = AutoModelForCausalLM.from_pretrained(f"{output}/merged", dtype="auto", output_loading_info=True)
+    assert merged.dtype == torch.bfloat16 and not any(missing.values())
+    assert AutoTokenizer.from_pretrained(f"{output}/merged").chat_template == TEMPLATE
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float()
+    before = plain(ids).logits.detach()
+    adapted = peft.PeftModel.from_pretrained(plain, f"{output}/adapter")(ids).logits
+    error = relative_error(merged.float()(ids).logits, adapted)  # of weights that are rounded to bfloat16
+    assert error <= 1e-2 and relative_error(before, adapted) > 3 * error
+
+
+def assert_same(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
+    """The same losses at each step, and gradient norms as long as rounded weights have not gone apart; losses fall."""
+    assert len(ours) == len(theirs) > 2
+    for step, ((loss, norm), (their_loss, their_norm)) in enumerate(zip(ours, theirs, strict=True)):
+        near = abs(loss / their_loss - 1) <= (IN_BFLOAT16 if step < 2 else 0.1)
+        near &= abs(norm / their_norm - 1) <= IN_BFLOAT16 or step > 1
+        assert near, f"step {step}: {loss, norm}, untiled {their_loss, their_norm}"
+    assert ours[-1][0] < 0.95 * ours[0][0], ours
+
+
+def test_qlora(model: str) -> None:
+    """Trains as untiled over real 4-bit layers; adapters and merged model are saved."""
+    pytest.importorskip("bitsandbytes")
+    asked = [{"messages": message("user", letters(70 + i)) + message("assistant", "xyz" * 10)} for i in range(4)]
+    data, found = lines(asked), {}
+    for tiled in (False, True):
+        found[tiled] = run("qlora", model, data, tiled=tiled, learning_rate=0.005, gradient_accumulation_steps=1)
+    assert_same(*(figures(found[tiled]) for tiled in (True, False)))
+    status = found[True]["status"]
+    assert (status.layer.tiled, status.layer.reason) == (2, None) and "groups of heads" in found[True]["printed"]
+    assert type(found[True]["model"].model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
+    assert_merged(model, "runs/qlora")
+
+
+def test_packing(model: str) -> None:
+    """The loss of the packed row is that of its documents, each by itself; the saved model is the trained one."""
+    texts = [letters(20 + 9 * i, kind) for i, kind in enumerate(("ab", "cd", "ef", "gh", "ij"))]
+    options = {"LENGTH": 400, "learning_rate": 0.01, "num_train_epochs": 4, "bf16": "False"}
+    found = run("packing", model, lines([{"text": text} for text in texts]), **options)
+    [row] = found["trainer"].train_dataset
+    rows = torch.tensor(row["input_ids"]).split(row["seq_lengths"])
+    untrained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def loss(of: Any, documents: list[torch.Tensor]) -> float:
+        sums = [of(input_ids=ids[None], labels=ids[None]).loss.item() * (len(ids) - 1) for ids in documents]
+        return sum(sums) / sum(len(ids) - 1 for ids in documents)
+
+    losses = [loss for loss, _ in figures(found)]
+    together = loss(untrained, [torch.cat(rows)])
+    assert len(rows) == 5 and abs(losses[0] - loss(untrained, rows)) <= 1e-4 < 0.1 * abs(losses[0] - together)
+    assert losses[-1] < 0.9 * losses[0] and found["status"].layer.tiled == 2
+    saved = AutoModelForCausalLM.from_pretrained("runs/packing/model", dtype="auto")
+    assert saved.dtype == torch.float32 and loss(saved, rows) < losses[-1] * 1.01
+    assert AutoTokenizer.from_pretrained("runs/packing/model").eos_token == "</s>"
+
+
+@pytest.mark.full("4 s; test/integrations trains by DPO on shared prompts too")
+def test_dpo(model: str) -> None:
+    """Trains as untiled and unshared; the prompt is computed once for both answers."""
+    answers = {"chosen": message("assistant", "xyz" * 8), "rejected": message("assistant", "abc" * 6)}
+    data = lines([{"prompt": message("user", letters(300))} | answers for _ in range(4)])
+    options, found = {"learning_rate": 0.001, "gradient_accumulation_steps": 1}, {}
+    for tiled in (False, True):
+        found[tiled] = run("dpo", model, data, tiled=tiled, **options)
+        restore_trl()
+    assert_same(*(figures(found[tiled]) for tiled in (True, False)))
+    assert math.isclose(figures(found[True])[0][0], math.log(2), rel_tol=1e-3)
+    assert "320 of" not in found[False]["printed"] and "302 of" in found[True]["printed"], found[True]["printed"]
+    assert_merged(model, "runs/dpo")
+
+
+@pytest.mark.full("5 s; test/integrations trains by GRPO on shared prompts too")
+def test_grpo(model: str) -> None:
+    """Completions with different rewards train the adapters; a prompt is computed once for all of them."""
+    data = lines([{"prompt": message("user", letters(300)), "answer": letter} for letter in "aeo "])
+    options = {"ANSWERS": 8, "LENGTH": 60, "learning_rate": 0.01, "gradient_accumulation_steps": 1}
+    found = run("grpo_shared_prompt", model, data, **options)
+    history = [entry for entry in found["trainer"].state.log_history if "reward" in entry]
+    assert len(history) == 4 and max(entry["reward_std"] for entry in history) > 0
+    assert all(math.isfinite(entry["loss"]) for entry in history)
+    assert f"{7 * 302:,} of" in found["printed"], found["printed"]
+    assert_merged(model, "runs/grpo")
+
+
+CONFIGS = {"fsdp2": DistributedType.FSDP, "zero3": DistributedType.DEEPSPEED}
+
+
+def test_accelerate_takes_its_configs() -> None:
+    """Accelerate's parser refuses unknown keys of the file, and its command knows those of the plugin."""
+    from accelerate.commands.launch import launch_command_parser
+
+    files = {file.stem: file for file in (EXAMPLES / "accelerate").iterdir()}
+    assert files.keys() == CONFIGS.keys()
+    known = vars(launch_command_parser().parse_args(["script.py"]))
+    for name, file in files.items():
+        config = load_config_from_file(str(file))
+        assert (config.distributed_type, config.num_processes, config.mixed_precision) == (CONFIGS[name], 8, "bf16")
+        own = config.fsdp_config | config.deepspeed_config
+        assert own == yaml.safe_load(file.read_text())[f"{'fsdp' if name == 'fsdp2' else 'deepspeed'}_config"]
+        assert own.keys() <= known.keys(), own.keys() - known.keys()
+
+
+@pytest.mark.full("a minute: two times two processes under Accelerate, and one")
+@pytest.mark.dist
+def test_ranks_that_accelerate_launches_train_as_one_untiled_process_does(model: str) -> None:
+    data, rate = lines([{"text": letters(100 + i, "ab")} for i in range(6)]), 0.01
+    with Pool(1, "own") as pool:
+        [theirs] = pool.run(partial(on_rank, learning_rate=rate), "eight_gpus", model, "untiled", data)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for name in CONFIGS:
+        config = ["--config_file", str(EXAMPLES / "accelerate" / f"{name}.yaml"), "--num_processes", "2"]
+        command = ["-m", "accelerate.commands.launch", *config, str(Path(__file__).with_name("launched.py"))]
+        ran = subprocess.run(
+            [sys.executable, *command, model, data, f"{name}.json", str(rate)],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        ours = json.loads(Path(f"{name}.json").read_text())
+        assert_same(ours["figures"], theirs["figures"])
+        assert (ours["kind"], ours["ranks"], ours["layers"], ours["reason"]) == (CONFIGS[name].value, 2, 2, None)
+        saved = AutoModelForCausalLM.from_pretrained("runs/eight_gpus/model", dtype=torch.float32)
+        ids = torch.tensor([AutoTokenizer.from_pretrained("runs/eight_gpus/model")("ab" * 50).input_ids])
+        assert saved(input_ids=ids, labels=ids).loss < 0.6 * theirs["figures"][0][0]

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import json
+import os
+import random
 import re
 import subprocess
 import sys
@@ -67,7 +69,9 @@ def test_layers_tiled_as_a_whole() -> None:
 
 def test_what_does_not_fit() -> None:
     text = said(LLAMA)
-    assert "This does not fit in GPU memory: weights and optimizer." in text
+    title, verdict, *_ = text.splitlines()
+    assert title.startswith(LLAMA) and verdict == "This is predicted not to fit in GPU memory: weights and optimizer."
+    assert "Longest" not in text and "A step" not in text, "tables of nothing but 0"
     for options in (("optimizer",), ("optimizer", "weights")):
         setup = {"tiles": memory.TILES, "head_groups": "auto"}
         longest = memory.longest(LLAMA, offload=("activations", *options), **setup)
@@ -102,7 +106,7 @@ def test_shared_tokens() -> None:
     """Sequences with a shared prefix: their plan, and how GPUs share them."""
     options = ("--gpus", "8", "--offload", "optimizer", "--batch-size", "8", "--shared-tokens", "30000")
     text = said(LLAMA, *options, "--seq-len", "32000")
-    assert "A step of 8 x 32,000 tokens, of which 30,000 are shared, at its peak" in text
+    assert "A step of 8 x 32,000 tokens, of which 30,000 are shared, at its predicted peak" in text
     assert "  seqtile.share_prefixes(model)\n" in text
     told = json.loads(said(LLAMA, *options, "--seq-len", "200000", "--layer", "--json"))
     assert told["plan"]["setup"]["shared_tokens"] == 30_000 and told["plan"]["setup"]["batches"] == "whole"
@@ -110,6 +114,70 @@ def test_shared_tokens() -> None:
     default = inspect.signature(seqtile.share_prefixes).parameters["min_tokens"].default
     assert default == MIN_SHARED
     assert "seqtile.share_prefixes(model, min_tokens=100)" in said(LLAMA, *options[:-1], "100", "--seq-len", "32000")
+
+
+def test_the_row_of_the_planned_step_is_marked_and_rows_of_zero_are_left_out() -> None:
+    options = ("--lora-rank", "8", "--batch-size", "2", "--shared-tokens", "60000")
+    given = {"lora_rank": 8, "batch_size": 2, "shared_tokens": 60_000, "batches": "whole"}
+    lengths = [found.tokens for _, found in memory.ladder("Qwen/Qwen3-8B", gpu_memory_gib=40, **given)]
+    fitting = [tokens for tokens in lengths if tokens]
+    assert fitting and len(fitting) < len(lengths)
+    seq_len = random.choice(fitting)
+    for asked, row in ((("--seq-len", str(seq_len)), min(n for n in lengths if n >= seq_len)), ((), max(lengths))):
+        text = said("Qwen/Qwen3-8B", "--gpu-memory", "40", *options, *asked)
+        rows = re.findall(r"│ +(\* )?([\d,]+) │ [\w ]+ +│$", text, re.MULTILINE)
+        marks = [int(tokens.replace(",", "")) for mark, tokens in rows if mark]
+        assert len(rows) == len(fitting) and marks == [row] and "\n* A step of 2 x" in text
+        assert f"Nothing fits in the {len(lengths) - len(fitting)} setups that are left out." in text
+
+
+def test_a_config_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once, and only for what is neither here nor known; it says so where it cannot be reached."""
+    config_file(tmp_path, "llama")
+    asked: list[str] = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    text = said("Qwen/Qwen3-14B", exit_code=1)
+    assert "did you mean" not in text, "Qwen3-4B is another model"
+    assert "the hub could not be reached (Name or service not known)" in text and len(asked) == 1
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", asked.append)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: str(tmp_path / "config.json"))
+    here, there = (said(model, "--json") for model in (str(tmp_path), "somebody/tiny"))
+    assert here.replace(str(tmp_path), "somebody/tiny") == there and len(asked) == 2
+    for model in (str(tmp_path), LLAMA, "qwen/qwen3-8b"):
+        said(model)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("option", ["seq-len", "gpus", "batch-size", "lora-rank", "gpus-per-node", "shared-tokens"])
+def test_numbers_beyond_all_bounds(option: str) -> None:
+    for number in (10**30, 10**400):
+        text = said(LLAMA, f"--{option}", str(number), exit_code=1)
+        assert text.startswith(f"error: --{option}: expected ") and " below 2**60, got 1000" in text and len(text) < 200
+
+
+def test_nonsense_in_a_config(tmp_path: Path) -> None:
+    """One sentence, and soon: ten million layers are planned as fast as two."""
+    config_file(tmp_path, "llama")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for changes, code in (({"hidden_size": 10**400}, 1), ({"num_hidden_layers": 10**7}, 0)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | changes))
+        text = said(str(tmp_path), exit_code=code)
+        assert "config's hidden_size: expected a positive int below 2**60" in text or not code
+
+
+def test_paths_are_said_as_they_are(tmp_path: Path) -> None:
+    """Neither markup nor emoji of Rich; no file that never ends is read."""
+    for name in ("[/b]", "[draft] x", ":smile:"):
+        (tmp_path / name).mkdir(parents=True)
+        text = said(config_file(tmp_path / name, "llama"))
+        assert text.startswith(f"{tmp_path}/{name}: ") and f'from_pretrained("{tmp_path}/{name}"' in text
+    os.mkfifo(tmp_path / "pipe")
+    assert "got a pipe or a device; pass a file" in said(str(tmp_path / "pipe"), exit_code=1)
 
 
 def config_file(directory: Path, model_type: str) -> str:
@@ -181,6 +249,7 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
         (["google/gemma-2-9b", "--layer"], "model type gemma2: whole layers are not planned; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
         ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),
+        ([LLAMA, "--head-groups", "²"], "--head-groups: expected a positive int"),
         ([LLAMA, "--gpus", "4", "--head-groups", "4"], "--head-groups: expected at most 2 groups, so that each of"),
         ([LLAMA, "--offload", "activations"], "leave activations out"),  # which are tried in any case
         ([LLAMA, "--offload", "nothing"], "--offload: expected some of optimizer, weights, got nothing"),

@@ -3,6 +3,7 @@ is read from a model's configuration alone."""
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Any
 from seqtile.arch import ARCHS, Arch
 
 GIB = 2**30
+MOST = 2**60
 FLOAT = 4
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
@@ -24,12 +26,13 @@ SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate")
 def expect(name: str, right: object, expected: str, got: object) -> None:
     """Raises a ValueError that states what was expected and what was given, unless `right` is true."""
     if not right:
-        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+        below = " below 2**60" if isinstance(got, int) and got >= MOST else ""
+        raise ValueError(f"{name}: expected {expected}{below}, got {got!r:.60}")
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Returns whether `value` is an int of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Returns whether `value` is an int of at least `least`, and no absurd one, whose bytes no float can count."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < MOST
 
 
 @dataclass(frozen=True)
@@ -338,12 +341,16 @@ def _read(path: str | Path) -> Any:
     file = Path(path)
     expected = f"expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)}"
     try:
-        return json.loads((file / "config.json" if file.is_dir() else file).read_text())
+        file = file / "config.json" if file.is_dir() else file
+        if file.exists() and not file.is_file():
+            raise ValueError(f"model {str(path)!r}: {expected}, got a pipe or a device; pass a file")
+        return json.loads(file.read_text())
     except OSError as error:
-        close = get_close_matches(str(path), KNOWN, n=1, cutoff=0.5)
+        close = get_close_matches(str(path), KNOWN, cutoff=0.5)
+        close = [name for name in close if re.findall(r"\d+", name) == re.findall(r"\d+", str(path))]  # 14B is no 4B
         remedy = f"did you mean {close[0]}?" if close else "download its config.json"
         raise ValueError(f"model {str(path)!r}: {expected} ({error.strerror}); {remedy}") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
 
 

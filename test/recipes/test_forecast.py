@@ -19,6 +19,7 @@ from seqtile.cli import app
 from seqtile.recipes.plan import MIN_SHARED
 
 LLAMA = "meta-llama/Llama-3.1-8B"
+ON_80 = {"gpu_memory_gib": 64}  # what a step may fill of 80 GiB
 PREDICTED = ((memory.plan, {"seq_len": 8000}), (memory.longest, {}))
 
 
@@ -30,9 +31,9 @@ def said(*arguments: str, exit_code: int = 0) -> str:
 
 def test_tables() -> None:
     text = said(LLAMA, "--gpus", "8", "--offload", "optimizer")
-    for _, longest in memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",)):
+    for _, longest in memory.ladder(LLAMA, **ON_80, gpus=8, sequence_parallel=8, offload=("optimizer",)):
         assert f"{longest.tokens:,}" in text
-    assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB" in text
+    assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB, 64 for a step\n" in text
     for line in ("seqtile.apply_seqtile(model, layer=True)", "sp.initialize(8)", "offload.enable(model, "):
         assert line in text
     text = said("google/gemma-2-9b", "--gpus", "8", "--offload", "optimizer")
@@ -41,9 +42,9 @@ def test_tables() -> None:
 
 def test_least_is_turned_on_that_a_length_needs() -> None:
     options = ("--gpus", "8", "--offload", "optimizer", "--seq-len")
-    text = said(LLAMA, *options, "1000000")
+    text = said(LLAMA, *options, "880000")
     assert "apply_seqtile(model, mlp=False)" in text and "sp.initialize(8)" in text and "offload.enable" not in text
-    assert "1 x 1,000,000 tokens" in text
+    assert "1 x 880,000 tokens" in text
     text = said(LLAMA, *options, "20000")
     assert "apply_seqtile" not in text and "gradient_checkpointing_enable" in text
 
@@ -51,7 +52,7 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
 def test_layers_tiled_as_a_whole() -> None:
     """Planned if nothing else reaches the length, or if requested."""
     options = ("--offload", "optimizer", "--offload", "weights")
-    *_, (_, light), (_, layer), (_, groups) = memory.ladder(LLAMA, offload=("optimizer", "weights"))
+    *_, (_, light), (_, layer), (_, groups) = memory.ladder(LLAMA, **ON_80, offload=("optimizer", "weights"))
     plain, whole = "apply_seqtile(model)", "apply_seqtile(model, layer=True)"
     by_groups = 'apply_seqtile(model, layer=True, head_groups="auto")'
     for tokens, line in ((light.tokens, plain), (layer.tokens, whole), (groups.tokens, by_groups)):
@@ -67,6 +68,19 @@ def test_layers_tiled_as_a_whole() -> None:
     assert "seqtile.apply_seqtile(model, layer=True, head_groups=4)" in found["turn_on"]
 
 
+def test_a_share_of_the_card_is_kept_free() -> None:
+    """By default a fifth; another by --margin; the first line says how much a step may fill."""
+    options, given = ("--lora-rank", "8", "--only", "loss,MLP"), {"lora_rank": 8, "tiles": ("loss", "mlp")}
+    share, card = random.choice([1 / 8, 1 / 4, 3 / 8]), random.choice([40, 80, 192])
+    for margin, kept in (((), 0.2), (("--margin", str(share)), share), (("--margin", "0"), 0)):
+        text = said(LLAMA, *options, "--gpu-memory", str(card), *margin)
+        longest = memory.longest(LLAMA, gpu_memory_gib=card - card * kept, **given)
+        assert (
+            f"* {longest.tokens:,} " in text
+            and f"1 GPU of {card} GiB{f', {card - card * kept:g} for a step' * bool(kept)}\n" in text
+        )
+
+
 def test_what_does_not_fit() -> None:
     text = said(LLAMA)
     title, verdict, *_ = text.splitlines()
@@ -74,12 +88,12 @@ def test_what_does_not_fit() -> None:
     assert "Longest" not in text and "A step" not in text, "tables of nothing but 0"
     for options in (("optimizer",), ("optimizer", "weights")):
         setup = {"tiles": memory.TILES, "head_groups": "auto"}
-        longest = memory.longest(LLAMA, offload=("activations", *options), **setup)
+        longest = memory.longest(LLAMA, **ON_80, offload=("activations", *options), **setup)
         assert re.search(rf"With {' '.join(f'--offload {part}' for part in options)}: {longest.tokens:,} tokens", text)
     text = said("Qwen/Qwen3-32B", "--gpus", "8", "--seq-len", "5000000", exit_code=1)
     assert "--offload optimizer:" in text and "weights:" not in text, "only what makes it longer"
     setup = {"gpus": 32, "sequence_parallel": 32, "tiles": memory.TILES, "offload": ("activations",)}
-    assert memory.longest("Qwen/Qwen3-32B", **setup).tokens > 5e6
+    assert memory.longest("Qwen/Qwen3-32B", **ON_80, **setup).tokens > 5e6
     assert "With --gpus 32: " in text and "--gpus 16" not in text, "as few as will do"
 
 
@@ -119,7 +133,7 @@ def test_shared_tokens() -> None:
 def test_the_row_of_the_planned_step_is_marked_and_rows_of_zero_are_left_out() -> None:
     options = ("--lora-rank", "8", "--batch-size", "2", "--shared-tokens", "60000")
     given = {"lora_rank": 8, "batch_size": 2, "shared_tokens": 60_000, "batches": "whole"}
-    lengths = [found.tokens for _, found in memory.ladder("Qwen/Qwen3-8B", gpu_memory_gib=40, **given)]
+    lengths = [found.tokens for _, found in memory.ladder("Qwen/Qwen3-8B", gpu_memory_gib=32, **given)]
     fitting = [tokens for tokens in lengths if tokens]
     assert fitting and len(fitting) < len(lengths)
     seq_len = random.choice(fitting)
@@ -222,7 +236,7 @@ def test_json() -> None:
 )
 def test_just_these_features(options: list[str], setup: dict) -> None:
     """Only these features are planned, and their longest sequence is the only one."""
-    found = json.loads(said(LLAMA, "--gpu-memory", "200", "--seq-len", "8000", *options, "--json"))
+    found = json.loads(said(LLAMA, "--gpu-memory", "200", "--margin", "0", "--seq-len", "8000", *options, "--json"))
     planned, longest = (f(LLAMA, gpu_memory_gib=200, **given | setup) for f, given in PREDICTED)
     assert sum(found["plan"]["gpu_gib"].values()) == pytest.approx(planned.gpu_bytes / 2**30, abs=0.01)
     assert [row["tokens"] for row in found["longest"]] == [longest.tokens]
@@ -239,6 +253,8 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
         ([LLAMA, "--gpu-memory", "-1"], "--gpu-memory: expected more than 0 GiB, got -1.0"),
         (["Qwen3-8B"], "did you mean Qwen/Qwen3-8B?"),
         (["no/such"], "model 'no/such': expected a directory with a config.json"),
+        ([LLAMA, "--margin", "1"], "--margin: expected a share, at least 0 and less than 1, got 1.0"),
+        ([LLAMA, "--margin", "nan"], "--margin: expected a share, at least 0 and less than 1, got nan"),
         ([LLAMA, "--seq-len", "0"], "--seq-len: expected a positive int, got 0"),
         ([LLAMA, "--shared-tokens", "9"], "--batch-size: expected 2 or more sequences, which begin with shared_tokens"),
         (
@@ -308,7 +324,7 @@ def test_whole_layers_that_were_asked_for_keep_their_inputs_on_the_host() -> Non
 
 def test_nothing_is_cut_off_in_a_pipe(tmp_path: Path) -> None:
     tiny = config_file(tmp_path, "llama")
-    text = said(tiny, "--gpu-memory", "8000", "--host-memory", "100000")
+    text = said(tiny, "--gpu-memory", "8000", "--margin", "0", "--host-memory", "100000")
     longest = max(found.tokens for _, found in memory.ladder(tiny, gpu_memory_gib=8000, host_memory_gib=100_000))
     assert longest > 1e8 and f"{longest:,}" in text and "…" not in text
     assert re.search(r": \d+ thousand parameters", text)

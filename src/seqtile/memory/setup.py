@@ -81,7 +81,7 @@ class Setup:
     """True: bitsandbytes quantizes the projections of attention and MLP to 4 bits (NF4, double quantization), and each
     part dequantizes its own while it runs. They are frozen, so `lora_rank` is required."""
     gpu_memory_gib: float = 80
-    """Memory of a GPU."""
+    """Memory of a GPU that a step may fill: four fifths of its size, see `memory.room`."""
     host_memory_gib: float = 1900
     """Memory of a node."""
     gpus_per_node: int = 8
@@ -102,8 +102,8 @@ class Setup:
             ("tiles", _are_some(self.tiles, TILES), f"some of {', '.join(TILES)}"),
             ("offload", _are_some(self.offload, OFFLOAD), f"some of {', '.join(OFFLOAD)}"),
             ("head_groups", groups, f'{count}, "auto" or None'),
-            ("gpu_memory_gib", _is_size(self.gpu_memory_gib), "more than 0 GiB"),
-            ("host_memory_gib", _is_size(self.host_memory_gib), "more than 0 GiB"),
+            ("gpu_memory_gib", is_size(self.gpu_memory_gib), "more than 0 GiB"),
+            ("host_memory_gib", is_size(self.host_memory_gib), "more than 0 GiB"),
             ("zero_stage", self.zero_stage in range(4), "0, 1, 2 or 3"),
             ("keep_last", is_count(self.keep_last, 0), "0 or more layers"),
         ):
@@ -180,7 +180,7 @@ def _are_some(value: object, known: Collection[str]) -> bool:
     return isinstance(parts, tuple | list | set | frozenset) and all(part in known for part in parts)
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 

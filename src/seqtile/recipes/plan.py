@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from seqtile.limits import flash_limit
 from seqtile.memory import KNOWN, TILES, Longest, Plan, Setup, Shape, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
+from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
 
@@ -31,7 +32,8 @@ class PlanOptions:
     shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
     gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
-    gpu_memory_gib: float = option(80, "GiB a step may take on a GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
+    gpu_memory_gib: float = option(80, "GiB of memory of a GPU, all that it has.", "--gpu-memory")
+    margin: float = option(MARGIN, "Share of it that is kept free, since plans may be a fifth too low.")
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs per node.")
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
@@ -55,6 +57,7 @@ class PlanOptions:
         if unknown := [part for part in offload if part not in ("optimizer", "weights")]:
             tried = "layer inputs on the host are tried in any case, so leave activations out"
             raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}; {tried}")
+        setup["gpu_memory_gib"] = room(self.gpu_memory_gib, self.margin)
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
         setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
         return setup | {"sequence_parallel": shared_by, "offload": offload}
@@ -65,6 +68,8 @@ class PlanResult:
     """The longest sequences that fit on the given GPUs, and one planned step."""
 
     model: str
+    gpu_memory_gib: float
+    """Of a GPU; what a step may fill of it is in the plan's setup."""
     notes: list[str]
     simulated: dict[str, int]
     """For a model type without a formula: the simulated longest sequence on one GPU, by what is tiled."""
@@ -103,7 +108,8 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return PlanResult(asked.model, [f"{error}, so it is only simulated", *notes], simulated)
+        notes.insert(0, f"{error}, so it is only simulated")
+        return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # raises if this model cannot have them
         plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)
@@ -134,7 +140,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         if limit is not None and seq_len >= limit[0]:
             notes.append(limit[1])
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
-    return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
+    return PlanResult(asked.model, asked.gpu_memory_gib, notes + more, simulated, lengths, step, *fitting)
 
 
 def _shape(model: str) -> Shape:
@@ -311,7 +317,8 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         setup, count = plan.setup, plan.shape.parameters
         gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
         size = next(f"{count / one:,.{digits}f} {unit}".rstrip() for one, digits, unit in UNITS if count >= one)
-        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
+        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {forecast.gpu_memory_gib:g} GiB"
+        title += f", {setup.gpu_memory_gib:g} for a step" if setup.gpu_memory_gib < forecast.gpu_memory_gib else ""
     console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]))
     if forecast.simulated:
         columns = ("tiled", Column("tokens", justify="right", no_wrap=True))

@@ -188,5 +188,11 @@ def peaks() -> str:
     notes = [fill(f"{number}. {text}", 130, subsequent_indent="   ") for number, text in enumerate(texts, 1)]
     commands = "\n".join(f"seqtile plan {run.options}" for run in RUNS)
     return "\n\n".join(
-        (table(rows), fill(about, 130), "\n".join(notes), "The commands, row by row:", f"```bash\n{commands}\n```")
+        (
+            table(rows),
+            fill(about, 130),
+            "\n".join(notes),
+            "The commands, row by row; these runs kept no margin:",
+            f"```bash\n{commands}\n```",
+        )
     )

@@ -92,24 +92,24 @@ class Run:
 def alst(model: str, gpus: int, tokens: int) -> str:
     """The step of Arctic Long Sequence Training."""
     away = "--offload optimizer" + " --offload weights" * (gpus == 1)
-    return f"{model} --gpus {gpus} --seq-len {tokens} {away} --only loss,MLP,host,Liger"
+    return f"{model} --margin 0 --gpus {gpus} --seq-len {tokens} {away} --only loss,MLP,host,Liger"
 
 
 def h200(tokens: int, only: str) -> str:
     """Of Llama-8B on one GPU of 141 GB."""
-    return f"{LLAMA} --gpu-memory 140 --seq-len {tokens} --offload optimizer --offload weights --only {only}"
+    return f"{LLAMA} --gpu-memory 140 --margin 0 --seq-len {tokens} --offload optimizer --offload weights --only {only}"
 
 
 def ulysses(gpus: int, tokens: int) -> str:
-    return f"Qwen/Qwen3-4B --gpus {gpus} --seq-len {tokens} --accumulate --only nothing"
+    return f"Qwen/Qwen3-4B --margin 0 --gpus {gpus} --seq-len {tokens} --accumulate --only nothing"
 
 
 def axolotl(tokens: int, only: str) -> str:
-    return f"Qwen/Qwen3-8B --seq-len {tokens} --optimizer adamw_8bit --accumulate --only {only}"
+    return f"Qwen/Qwen3-8B --margin 0 --seq-len {tokens} --optimizer adamw_8bit --accumulate --only {only}"
 
 
 def trl(model: str, only: str) -> str:
-    return f"{model} --gpus 8 --seq-len 1048576 --only {only}"
+    return f"{model} --margin 0 --gpus 8 --seq-len 1048576 --only {only}"
 
 
 LLAMA, LLAMA_70B, QWEN_32B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-32B"
@@ -188,5 +188,11 @@ def peaks() -> str:
     notes = [fill(f"{number}. {text}", 130, subsequent_indent="   ") for number, text in enumerate(texts, 1)]
     commands = "\n".join(f"seqtile plan {run.options}" for run in RUNS)
     return "\n\n".join(
-        (table(rows), fill(about, 130), "\n".join(notes), "The commands, row by row:", f"```bash\n{commands}\n```")
+        (
+            table(rows),
+            fill(about, 130),
+            "\n".join(notes),
+            "The commands, row by row; these runs kept no margin:",
+            f"```bash\n{commands}\n```",
+        )
     )

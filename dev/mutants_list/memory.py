@@ -134,4 +134,20 @@ MUTANTS = (
         "size * setup.gpus",
         PLAN,
     ),
+    Mutant(
+        "plan: --margin is ignored",
+        "PlanOptions.setup",
+        "room(self.gpu_memory_gib, self.margin)",
+        "room(self.gpu_memory_gib)",
+        ("recipes/test_forecast.py",),
+        select="share_of_the_card",
+    ),
+    Mutant(
+        "plan: the first row that fits is marked, whichever is planned",
+        "lengths_table",
+        "setup == planned",
+        "found is fitting[0][1]",
+        ("recipes/test_forecast.py",),
+        select="marked",
+    ),
 )

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
@@ -33,6 +34,15 @@ from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 NEEDED = ("torch", "triton", "transformers")
 SDPA = ("flash", "mem_efficient", "math", "cudnn")  # torch's switches of what sdpa may use
 OTHERS = ("accelerate", "peft", "trl", "deepspeed", "liger-kernel", "flash-attn", "datasets", "safetensors", "typer")
+
+FOREIGN = {  # loggers of packages that transformers imports -> how lines begin that they print whatever is asked for
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "DeepSpeed": "Setting accelerator to CPU",
+    "torch.utils._pytree": "<enum '",
+    "torchao": "Failed to load",
+}
+for _name, _start in FOREIGN.items():  # here, so that a process that a command starts prints none either
+    logging.getLogger(_name).addFilter(lambda record, start=_start: not record.getMessage().startswith(start))
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -50,8 +60,6 @@ def seqtile(
     ] = False,
 ) -> None:
     """Fine-tune Hugging Face models on long documents, with a loss and MLPs whose memory does not grow with length."""
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which tells what it could not load
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -80,9 +88,11 @@ def signature_of(options: type) -> inspect.Signature:
     return inspect.Signature(found)
 
 
-def of_output(**given: Any) -> Console:
-    """Returns a console of stdout; in a file or a pipe, which have no width, so wide that it cuts nothing off."""
-    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200, **given)
+def of_output(quiet: bool = False) -> Console:
+    """Returns a console of stdout that prints names and paths as they are, though they may look like Rich's markup; in
+    a file or a pipe, which have no width, so wide that it cuts nothing off."""
+    width = None if sys.stdout.isatty() else 200
+    return Console(quiet=quiet, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
 
 
 @contextmanager
@@ -92,8 +102,8 @@ def errors_printed(console: Console) -> Iterator[None]:
         yield
     except (ModuleNotFoundError, ValueError, OSError, MemoryError) as error:
         console.quiet &= not isinstance(error, OSError | MemoryError)  # which not all ranks raise alike
-        console.print("[red]error:[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        console.print("error:", style="red", end=" ")
+        console.print(str(error))
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         text = f"interrupted {error}".strip()
@@ -107,7 +117,7 @@ def finetune(job: Job) -> None:
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
-    console = Console(quiet=job.local_rank not in (None, 0), soft_wrap=True, highlight=False)
+    console = of_output(quiet=job.local_rank not in (None, 0))
     with errors_printed(console):
         job.check()
         recipe("finetune")(job, console)
@@ -120,11 +130,11 @@ def evaluate(asked: EvaluateOptions) -> None:
 
     With several GPUs sharing each document: torchrun --nproc-per-node 4 -m seqtile.cli evaluate MODEL TEXT ...
     """
-    console = Console(quiet=asked.local_rank not in (None, 0), soft_wrap=True, highlight=False)
+    console = of_output(quiet=asked.local_rank not in (None, 0))
     with errors_printed(console):
         asked.check()
         found = recipe("evaluate")(asked)
-    console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found), markup=False)
+    console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found))
     end_rank(asked.local_rank)
 
 
@@ -190,12 +200,12 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as a table in Markdown.")] = False,
 ) -> None:
-    """Looks for defects of long-sequence training in seqtile and in its installed peers, on CPUs, in about a minute.
+    """Looks for defects of long-sequence training in seqtile and in its installed peers, on CPUs, in some minutes.
 
-    Exits with 1 if seqtile itself is wrong.
+    Exits with 1 unless seqtile itself is right.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that the probe's processes are ended
-    console = of_output(highlight=False)
+    console = of_output()
     with errors_printed(console), Console(stderr=True).status("") as status:
         rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
     printed = partial(print, markdown(rows)) if as_markdown else partial(print_rows, rows, console)
@@ -209,10 +219,11 @@ def print_rows(rows: list[Row], console: Console) -> None:
         table = Table("", "", "", "", title=title, title_justify="left", box=None, show_header=False)
         for row in rows:
             if row.probe == name:
-                color = {"right": "green", "wrong": "red"}.get(row.verdict, "yellow")
-                table.add_row(f"{row.package}, {row.system}", f"[{color}]{row.verdict}[/{color}]", row.figure, row.note)
+                verdict = Text(row.verdict, {"right": "green", "wrong": "red"}.get(row.verdict, "yellow"))
+                table.add_row(f"{row.package}, {row.system}", verdict, row.figure, row.note)
         console.print(table)
-    console.print(f"With {versions()}.")
+    counts = ", ".join(f"{number} {verdict}" for verdict, number in Counter(row.verdict for row in rows).items())
+    console.print(f"With {versions()}.\n{len(rows)} results: {counts}.")
 
 
 @app.command()

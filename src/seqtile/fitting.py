@@ -13,6 +13,7 @@ from torch import nn
 from seqtile.limits import flash_limit
 from seqtile.memory import Formula, Plan, Setup, shape_of
 from seqtile.memory.features import FEATURES, Predictor, with_features
+from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.find import is_checkpointed
@@ -58,6 +59,7 @@ def fit(
     batch_size: int = 1,
     gpu_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
+    margin: float = MARGIN,
     dry_run: bool = False,
     **setup: Any,
 ) -> Fit:
@@ -66,15 +68,14 @@ def fit(
     It tries them in the order of their cost in time: the loss and the MLPs in chunks, whole layers in chunks, layer
     inputs in host memory (`seqtile.offload`), attention by groups of heads. It always checkpoints every layer.
 
-    It keeps no margin, and plans may be a fifth too low: pass four fifths of a GPU's memory, such as 64 for 80 GiB.
-
     Args:
         model: a Hugging Face model, or PEFT's wrapper around one; LoRA is planned as if it were on every projection.
         seq_len: tokens of a sequence, over all the GPUs that share it.
         batch_size: sequences at a time.
-        gpu_memory_gib: memory of a GPU that a step may fill; by default all that is free on this one, and what torch
-            holds of it.
+        gpu_memory_gib: memory of a GPU, all that it has; by default what is free on this one, and what torch holds of
+            it.
         host_memory_gib: memory of a node; by default what is free.
+        margin: the share of a GPU's memory that is kept free, since plans may be a fifth too low.
         dry_run: True only prints, and changes nothing.
         setup: other fields of `memory.Setup`, such as dtype (by default that of the weights), optimizer, gpus,
             zero_stage, sequence_parallel.
@@ -85,7 +86,7 @@ def fit(
     would fit); without a GPU or gpu_memory_gib; for a setup that cannot be planned; for what `apply_seqtile` refuses.
     """
     inner = unwrapped(model)
-    memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
+    memory = {"gpu_memory_gib": room(gpu_memory_gib or gpu_memory_at_hand(), margin)}
     memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     lora_ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
     of_model = {"lora_rank": max(lora_ranks), "load_in_4bit": has_4_bits(inner)} if lora_ranks else {}

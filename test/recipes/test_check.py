@@ -1,11 +1,14 @@
 """`seqtile check`: tests on a small model which parts of a model can be tiled."""
 
+import io
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -14,6 +17,9 @@ from seqtile.models import layer, sweep
 from seqtile.models.model_types import model_types
 from seqtile.models.small import small_config
 from seqtile.ops.decoder_layer import decoder_layer
+from seqtile.recipes import CheckOptions
+from seqtile.recipes.check import check as run
+from seqtile.recipes.check import print_report
 
 
 def check(*arguments: object, variants: str = "--no-variants") -> Result:
@@ -55,6 +61,7 @@ def test_a_config_file(tmp_path: Path) -> None:
 def test_a_type() -> None:
     """A layer of Llama's shape is fused; its memory is shown."""
     report = report_of("cwm")
+    assert report["verdict"] == "All parts can be tiled; equal up to rounding."
     layer = next(line for line in report["lines"] if line["part"] == "layer")
     assert {line["how"] for line in report["lines"]} == {"fused"} and report["tokens"] == 2048
     assert layer["head_groups"] and layer["peak"] < 0.8 and layer["flops"] < 1.2
@@ -96,6 +103,8 @@ def test_a_model_that_differs() -> None:
     assert result.exit_code == 1
     assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
     assert "what is refused or left untiled trains as before" in result.stdout
+    said = "Not tiled: layer of DiffLlamaDecoderLayer; what can be tiled is equal up to rounding."
+    assert result.stdout.endswith(f"\n{said}\n")
     assert "head_groups" not in result.stdout, "a column that would be empty"
     assert "loss" in result.stdout and "mlp" in result.stdout
 
@@ -114,6 +123,7 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
         printed = " ".join(result.stdout.split())
         said = r"other batches\): \d+ right, 1 different residual_multiplier=0.5 is different: the gradient"
         assert re.search(said, printed), printed
+        assert printed.endswith("All parts can be tiled; equal up to rounding, but not in every variant.")
         return
     report = json.loads(result.stdout)
     assert {line["how"] for line in report["lines"]} == {"fused"} and not report["differs"]
@@ -126,6 +136,10 @@ def test_with_its_own_weights(tmp_path: Path) -> None:
     assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"fused"}
     shown = check(tmp_path, "--full").stdout
     assert "head_groups" in shown and "trains as before" not in shown
+    console = Console(width=80, record=True, soft_wrap=True, file=io.StringIO())
+    print_report(run(CheckOptions(str(tmp_path), variants=False)), console)
+    narrow = console.export_text()
+    assert "2 LlamaDecoderLayer  fused" in narrow and "head_groups" in narrow, "names are whole in 80 columns"
 
 
 AUTO = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
@@ -147,6 +161,8 @@ def test_a_mistyped_model_type_is_answered_with_the_nearest(monkeypatch: pytest.
         ({"model_type": "no such"}, NOWHERE),
         ({"model_type": "llama", "hidden_size": "wide"}, "expected int, got str"),
         ({"model_type": "mine", "auto_map": AUTO}, "--trust-remote-code"),
+        ({"model_type": "llama", "architectures": 7, "hidden_act": "nope"}, "cannot be built small: KeyError: 'nope'"),
+        ({"model_type": ["llama"]}, f"{NOWHERE} such as llama, got none that can be read: TypeError"),
         ({"model_type": "blip"}, "BlipForConditionalGeneration does not run on text alone"),
         ({}, "expected a config.json"),
     ],
@@ -156,3 +172,19 @@ def test_bad_input(tmp_path: Path, fields: dict, error: str) -> None:
         (tmp_path / "config.json").write_text(json.dumps(fields))
     result = check(tmp_path if fields else tmp_path / "nothing")
     assert result.exit_code == 1 and error in result.stdout and "Traceback" not in result.output
+
+
+def test_a_name_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is asked once; no pipe is waited for."""
+    asked: list[str] = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    os.mkfifo(tmp_path / "pipe")
+    for model, said in (("nobody/nothing", "Name or service not known"), (tmp_path / "pipe", "a pipe or a device")):
+        result = check(model)
+        assert result.exit_code == 1 and said in result.stdout
+    assert len(asked) == 1

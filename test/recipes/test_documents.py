@@ -1,5 +1,6 @@
 """Reads long documents: gives the tokens of the whole text, and reads no more text than needed."""
 
+import codecs
 import random
 from functools import cache
 from itertools import chain
@@ -105,7 +106,7 @@ def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> Non
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     data = tmp_path / "data"
     (data / "a").mkdir(parents=True)
-    (data / "b.txt").write_text("second")
+    (data / "b.txt").write_bytes(codecs.BOM_UTF8 + b"second")
     (data / "a" / "x.md").write_text("first")
     (data / "c.bin").write_bytes(b"\xff\xfe\x00")
     (data / "d.txt").write_bytes(b"zero\x00byte")

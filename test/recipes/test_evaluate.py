@@ -1,6 +1,10 @@
 """`seqtile evaluate`: text files and a model, in one process and on ranks that share documents."""
 
+import codecs
 import json
+import logging
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from typer.testing import CliRunner
 import seqtile
 from recipes.cases import evaluated_on_rank
 from recipes.tiny_pretrained import save_tiny
-from seqtile.cli import app
+from seqtile.cli import FOREIGN, app
 from seqtile.evaluation import logger
 from support.pool import Pool
 
@@ -57,15 +61,16 @@ def test_the_picture_is_left_out_without_matplotlib(
 
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("<s> ", ""), ("<s> ", " </s>")], ids=repr)
 def test_the_tokens_of_the_tokenizer(before: str, after: str, files: list[str]) -> None:
-    """The tokenizer's tokens, with the special tokens that it adds, of the text as Python reads it, with lines ending
-    in \\n."""
+    """The tokenizer's tokens, with the special tokens that it adds, of the text as it is: with its ends of lines, but
+    without a byte order mark."""
     path = Path(files[0]) / "tokenizer.json"
     own = Tokenizer.from_file(str(path))
     special = [(name, own.token_to_id(name)) for name in ("<s>", "</s>")]
     own.post_processor = TemplateProcessing(single=f"{before}$A{after}", special_tokens=special)
     own.save(str(path))
-    Path(files[2]).write_bytes(b"a line\r\n" * 50)
-    texts = [Path(file).read_text(encoding="utf-8") for file in files[1:]]
+    Path(files[1]).write_bytes(codecs.BOM_UTF8 + b"a\rline\r\n" * 50)
+    texts = [TEXT[:700], "a\rline\r\n" * 50]
+    files = [files[0], files[2], files[1]]
     tokenizer = AutoTokenizer.from_pretrained(files[0])
     ids = tokenizer(texts).input_ids
     assert [len(each) - len(text) for each, text in zip(ids, texts, strict=True)] == [bool(before) + bool(after)] * 2
@@ -74,6 +79,36 @@ def test_the_tokens_of_the_tokenizer(before: str, after: str, files: list[str]) 
     asked = evaluated(*files)
     assert asked.pop("by_position")[-1]["tokens"] == found.by_position[-1].tokens
     assert asked == pytest.approx({name: value for name, value in found.figures().items() if name in asked}, rel=1e-6)
+
+
+def test_names_are_printed_and_drawn_as_they_are(files: list[str], tmp_path: Path) -> None:
+    """Markup of Rich and TeX that would be wrong; numbers beyond all bounds are as good as none."""
+    hard, place = tmp_path / "$\\frac{x$ <b>[red][", tmp_path / "[" / "b] [draft]"
+    hard.write_text(TEXT[:300])
+    given = (files[0], str(hard), "--output", str(place))
+    found = evaluated(*given, "--context", str(10**30))
+    assert found["tokens"] == 299 and (place / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
+    hard.rename(missing := tmp_path / "[" / "b].txt")
+    missing.unlink()
+    printed = CliRunner().invoke(app, ["evaluate", files[0], str(missing)]).output
+    assert printed.startswith(f"error: {missing} does not exist")
+
+
+def test_nothing_but_the_result_is_printed(files: list[str]) -> None:
+    printed = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *files]).stdout
+    assert printed.startswith(f"{'tokens before':>22}") and not printed.endswith("\n\n")
+
+
+def test_lines_of_other_packages() -> None:
+    """Exactly these are silenced, and they still begin as they are known."""
+    for name, start in FOREIGN.items():
+        package = find_spec(name.split(".")[0].lower())
+        files = Path(package.origin).parent.rglob("*.py") if package and "<" not in start else []
+        texts = [file.read_text("utf-8", "ignore") for file in files]
+        assert not texts or any(start in text for text in texts), f"{package} has no {start}"
+        logger = logging.getLogger(name)
+        records = [logging.makeLogRecord({"msg": "%s and more", "args": (text,)}) for text in (start, "another line")]
+        assert [bool(logger.filter(record)) for record in records] == [False, True]
 
 
 def test_more_tokens_than_a_model_is_configured_for(files: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -99,6 +134,11 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch:
     save_tiny(tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    save_tiny(tmp_path / "wide")
+    config = tmp_path / "wide" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 10**12}))
     for arguments, said in (
         ([files[0], str(tmp_path / "none.txt")], "none.txt does not exist"),
         ([files[0], str(tmp_path / "empty.txt")], "empty.txt has 0 tokens, expected 2 at least"),
@@ -110,6 +150,12 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch:
         ([str(tmp_path / "damaged"), files[1]], "error: MODEL: the tokenizer of"),
         ([*files, "--dtype", "float8"], "--dtype: expected one of float32, bfloat16, got 'float8'"),
         ([*files, "--adapter", str(tmp_path)], "--adapter: .* cannot be loaded"),
+        ([*files, "--adapter", files[1]], f"--adapter: {files[1]} is no directory"),
+        ([files[0], str(tmp_path / "pipe")], "pipe is a pipe or a device, expected text files"),
+        ([*files, "--output", str(tmp_path / "circle")], f"--output: {tmp_path}/circle is a link to nothing"),
+        ([*files, "--output", str(tmp_path / "circle" / "x")], "circle/x cannot be written to (Too many levels of"),
+        ([*files, "--output", files[1]], f"--output: {files[1]} cannot be written to (Not a directory)"),
+        ([str(tmp_path / "wide"), files[1]], "need more memory than there is; --context N gives the model at most N"),
         ([*files, "--stride", "7"], "--stride: expected at least 1 and less than --context, which is not given"),
         ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7 (pass a longer one, or"),
         ([*files, "--context", "1"], "--context: expected at least 2, a token and the one that follows it, got 1"),

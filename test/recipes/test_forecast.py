@@ -3,6 +3,8 @@
 import ast
 import inspect
 import json
+import os
+import random
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from seqtile.cli import app
 from seqtile.recipes.plan import MIN_SHARED
 
 LLAMA = "meta-llama/Llama-3.1-8B"
+ON_80 = {"gpu_memory_gib": 64}  # what a step may fill of 80 GiB
 PREDICTED = ((memory.plan, {"seq_len": 8000}), (memory.longest, {}))
 
 
@@ -28,9 +31,9 @@ def said(*arguments: str, exit_code: int = 0) -> str:
 
 def test_tables() -> None:
     text = said(LLAMA, "--gpus", "8", "--offload", "optimizer")
-    for _, longest in memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",)):
+    for _, longest in memory.ladder(LLAMA, **ON_80, gpus=8, sequence_parallel=8, offload=("optimizer",)):
         assert f"{longest.tokens:,}" in text
-    assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB" in text
+    assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB, 64 for a step\n" in text
     for line in ("seqtile.apply_seqtile(model, layer=True)", "sp.initialize(8)", "offload.enable(model, "):
         assert line in text
     text = said("google/gemma-2-9b", "--gpus", "8", "--offload", "optimizer")
@@ -39,9 +42,9 @@ def test_tables() -> None:
 
 def test_least_is_turned_on_that_a_length_needs() -> None:
     options = ("--gpus", "8", "--offload", "optimizer", "--seq-len")
-    text = said(LLAMA, *options, "1000000")
+    text = said(LLAMA, *options, "880000")
     assert "apply_seqtile(model, mlp=False)" in text and "sp.initialize(8)" in text and "offload.enable" not in text
-    assert "1 x 1,000,000 tokens" in text
+    assert "1 x 880,000 tokens" in text
     text = said(LLAMA, *options, "20000")
     assert "apply_seqtile" not in text and "gradient_checkpointing_enable" in text
 
@@ -49,7 +52,7 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
 def test_layers_tiled_as_a_whole() -> None:
     """Planned if nothing else reaches the length, or if requested."""
     options = ("--offload", "optimizer", "--offload", "weights")
-    *_, (_, light), (_, layer), (_, groups) = memory.ladder(LLAMA, offload=("optimizer", "weights"))
+    *_, (_, light), (_, layer), (_, groups) = memory.ladder(LLAMA, **ON_80, offload=("optimizer", "weights"))
     plain, whole = "apply_seqtile(model)", "apply_seqtile(model, layer=True)"
     by_groups = 'apply_seqtile(model, layer=True, head_groups="auto")'
     for tokens, line in ((light.tokens, plain), (layer.tokens, whole), (groups.tokens, by_groups)):
@@ -65,17 +68,32 @@ def test_layers_tiled_as_a_whole() -> None:
     assert "seqtile.apply_seqtile(model, layer=True, head_groups=4)" in found["turn_on"]
 
 
+def test_a_share_of_the_card_is_kept_free() -> None:
+    """By default a fifth; another by --margin; the first line says how much a step may fill."""
+    options, given = ("--lora-rank", "8", "--only", "loss,MLP"), {"lora_rank": 8, "tiles": ("loss", "mlp")}
+    share, card = random.choice([1 / 8, 1 / 4, 3 / 8]), random.choice([40, 80, 192])
+    for margin, kept in (((), 0.2), (("--margin", str(share)), share), (("--margin", "0"), 0)):
+        text = said(LLAMA, *options, "--gpu-memory", str(card), *margin)
+        longest = memory.longest(LLAMA, gpu_memory_gib=card - card * kept, **given)
+        assert (
+            f"* {longest.tokens:,} " in text
+            and f"1 GPU of {card} GiB{f', {card - card * kept:g} for a step' * bool(kept)}\n" in text
+        )
+
+
 def test_what_does_not_fit() -> None:
     text = said(LLAMA)
-    assert "This does not fit in GPU memory: weights and optimizer." in text
+    title, verdict, *_ = text.splitlines()
+    assert title.startswith(LLAMA) and verdict == "This is predicted not to fit in GPU memory: weights and optimizer."
+    assert "Longest" not in text and "A step" not in text, "tables of nothing but 0"
     for options in (("optimizer",), ("optimizer", "weights")):
         setup = {"tiles": memory.TILES, "head_groups": "auto"}
-        longest = memory.longest(LLAMA, offload=("activations", *options), **setup)
+        longest = memory.longest(LLAMA, **ON_80, offload=("activations", *options), **setup)
         assert re.search(rf"With {' '.join(f'--offload {part}' for part in options)}: {longest.tokens:,} tokens", text)
     text = said("Qwen/Qwen3-32B", "--gpus", "8", "--seq-len", "5000000", exit_code=1)
     assert "--offload optimizer:" in text and "weights:" not in text, "only what makes it longer"
     setup = {"gpus": 32, "sequence_parallel": 32, "tiles": memory.TILES, "offload": ("activations",)}
-    assert memory.longest("Qwen/Qwen3-32B", **setup).tokens > 5e6
+    assert memory.longest("Qwen/Qwen3-32B", **ON_80, **setup).tokens > 5e6
     assert "With --gpus 32: " in text and "--gpus 16" not in text, "as few as will do"
 
 
@@ -102,7 +120,7 @@ def test_shared_tokens() -> None:
     """Sequences with a shared prefix: their plan, and how GPUs share them."""
     options = ("--gpus", "8", "--offload", "optimizer", "--batch-size", "8", "--shared-tokens", "30000")
     text = said(LLAMA, *options, "--seq-len", "32000")
-    assert "A step of 8 x 32,000 tokens, of which 30,000 are shared, at its peak" in text
+    assert "A step of 8 x 32,000 tokens, of which 30,000 are shared, at its predicted peak" in text
     assert "  seqtile.share_prefixes(model)\n" in text
     told = json.loads(said(LLAMA, *options, "--seq-len", "200000", "--layer", "--json"))
     assert told["plan"]["setup"]["shared_tokens"] == 30_000 and told["plan"]["setup"]["batches"] == "whole"
@@ -110,6 +128,70 @@ def test_shared_tokens() -> None:
     default = inspect.signature(seqtile.share_prefixes).parameters["min_tokens"].default
     assert default == MIN_SHARED
     assert "seqtile.share_prefixes(model, min_tokens=100)" in said(LLAMA, *options[:-1], "100", "--seq-len", "32000")
+
+
+def test_the_row_of_the_planned_step_is_marked_and_rows_of_zero_are_left_out() -> None:
+    options = ("--lora-rank", "8", "--batch-size", "2", "--shared-tokens", "60000")
+    given = {"lora_rank": 8, "batch_size": 2, "shared_tokens": 60_000, "batches": "whole"}
+    lengths = [found.tokens for _, found in memory.ladder("Qwen/Qwen3-8B", gpu_memory_gib=32, **given)]
+    fitting = [tokens for tokens in lengths if tokens]
+    assert fitting and len(fitting) < len(lengths)
+    seq_len = random.choice(fitting)
+    for asked, row in ((("--seq-len", str(seq_len)), min(n for n in lengths if n >= seq_len)), ((), max(lengths))):
+        text = said("Qwen/Qwen3-8B", "--gpu-memory", "40", *options, *asked)
+        rows = re.findall(r"│ +(\* )?([\d,]+) │ [\w ]+ +│$", text, re.MULTILINE)
+        marks = [int(tokens.replace(",", "")) for mark, tokens in rows if mark]
+        assert len(rows) == len(fitting) and marks == [row] and "\n* A step of 2 x" in text
+        assert f"Nothing fits in the {len(lengths) - len(fitting)} setups that are left out." in text
+
+
+def test_a_config_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once, and only for what is neither here nor known; it says so where it cannot be reached."""
+    config_file(tmp_path, "llama")
+    asked: list[str] = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    text = said("Qwen/Qwen3-14B", exit_code=1)
+    assert "did you mean" not in text, "Qwen3-4B is another model"
+    assert "the hub could not be reached (Name or service not known)" in text and len(asked) == 1
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", asked.append)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: str(tmp_path / "config.json"))
+    here, there = (said(model, "--json") for model in (str(tmp_path), "somebody/tiny"))
+    assert here.replace(str(tmp_path), "somebody/tiny") == there and len(asked) == 2
+    for model in (str(tmp_path), LLAMA, "qwen/qwen3-8b"):
+        said(model)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("option", ["seq-len", "gpus", "batch-size", "lora-rank", "gpus-per-node", "shared-tokens"])
+def test_numbers_beyond_all_bounds(option: str) -> None:
+    for number in (10**30, 10**400):
+        text = said(LLAMA, f"--{option}", str(number), exit_code=1)
+        assert text.startswith(f"error: --{option}: expected ") and " below 2**60, got 1000" in text and len(text) < 200
+
+
+def test_nonsense_in_a_config(tmp_path: Path) -> None:
+    """One sentence, and soon: ten million layers are planned as fast as two."""
+    config_file(tmp_path, "llama")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for changes, code in (({"hidden_size": 10**400}, 1), ({"num_hidden_layers": 10**7}, 0)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | changes))
+        text = said(str(tmp_path), exit_code=code)
+        assert "config's hidden_size: expected a positive int below 2**60" in text or not code
+
+
+def test_paths_are_said_as_they_are(tmp_path: Path) -> None:
+    """Neither markup nor emoji of Rich; no file that never ends is read."""
+    for name in ("[/b]", "[draft] x", ":smile:"):
+        (tmp_path / name).mkdir(parents=True)
+        text = said(config_file(tmp_path / name, "llama"))
+        assert text.startswith(f"{tmp_path}/{name}: ") and f'from_pretrained("{tmp_path}/{name}"' in text
+    os.mkfifo(tmp_path / "pipe")
+    assert "got a pipe or a device; pass a file" in said(str(tmp_path / "pipe"), exit_code=1)
 
 
 def config_file(directory: Path, model_type: str) -> str:
@@ -154,7 +236,7 @@ def test_json() -> None:
 )
 def test_just_these_features(options: list[str], setup: dict) -> None:
     """Only these features are planned, and their longest sequence is the only one."""
-    found = json.loads(said(LLAMA, "--gpu-memory", "200", "--seq-len", "8000", *options, "--json"))
+    found = json.loads(said(LLAMA, "--gpu-memory", "200", "--margin", "0", "--seq-len", "8000", *options, "--json"))
     planned, longest = (f(LLAMA, gpu_memory_gib=200, **given | setup) for f, given in PREDICTED)
     assert sum(found["plan"]["gpu_gib"].values()) == pytest.approx(planned.gpu_bytes / 2**30, abs=0.01)
     assert [row["tokens"] for row in found["longest"]] == [longest.tokens]
@@ -171,6 +253,8 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
         ([LLAMA, "--gpu-memory", "-1"], "--gpu-memory: expected more than 0 GiB, got -1.0"),
         (["Qwen3-8B"], "did you mean Qwen/Qwen3-8B?"),
         (["no/such"], "model 'no/such': expected a directory with a config.json"),
+        ([LLAMA, "--margin", "1"], "--margin: expected a share, at least 0 and less than 1, got 1.0"),
+        ([LLAMA, "--margin", "nan"], "--margin: expected a share, at least 0 and less than 1, got nan"),
         ([LLAMA, "--seq-len", "0"], "--seq-len: expected a positive int, got 0"),
         ([LLAMA, "--shared-tokens", "9"], "--batch-size: expected 2 or more sequences, which begin with shared_tokens"),
         (
@@ -181,6 +265,7 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
         (["google/gemma-2-9b", "--layer"], "model type gemma2: whole layers are not planned; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
         ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),
+        ([LLAMA, "--head-groups", "²"], "--head-groups: expected a positive int"),
         ([LLAMA, "--gpus", "4", "--head-groups", "4"], "--head-groups: expected at most 2 groups, so that each of"),
         ([LLAMA, "--offload", "activations"], "leave activations out"),  # which are tried in any case
         ([LLAMA, "--offload", "nothing"], "--offload: expected some of optimizer, weights, got nothing"),
@@ -239,7 +324,7 @@ def test_whole_layers_that_were_asked_for_keep_their_inputs_on_the_host() -> Non
 
 def test_nothing_is_cut_off_in_a_pipe(tmp_path: Path) -> None:
     tiny = config_file(tmp_path, "llama")
-    text = said(tiny, "--gpu-memory", "8000", "--host-memory", "100000")
+    text = said(tiny, "--gpu-memory", "8000", "--margin", "0", "--host-memory", "100000")
     longest = max(found.tokens for _, found in memory.ladder(tiny, gpu_memory_gib=8000, host_memory_gib=100_000))
     assert longest > 1e8 and f"{longest:,}" in text and "…" not in text
     assert re.search(r": \d+ thousand parameters", text)

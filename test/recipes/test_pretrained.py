@@ -57,6 +57,12 @@ def weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
         (weights(lambda held: held.update({UP: torch.ones(3, 2)})), rf"{UP} of .* has shape \[3, 2\], but its config"),
         (cut("config.json", 9), r"the configuration of .* cannot be loaded"),
         (configured(num_hidden_layers="two"), r"the configuration of .* cannot be loaded .*expected int, got str"),
+        (
+            configured(num_key_value_heads=0),
+            r"the weights of .* \(ZeroDivisionError: .*, config.json too",
+        ),
+        (configured(hidden_act="nope"), r"the weights of .* cannot be loaded \(KeyError: 'nope'\)"),
+        (configured(vocab_size=-1), r"the weights of .* cannot be loaded \(Trying to create tensor with negative"),
         (configured(model_type="nope"), r"the configuration of .* cannot be loaded .*`nope`"),
         (cut("tokenizer.json", 9), r"the tokenizer of .* cannot be loaded"),
         (lambda directory: (directory / "tokenizer.json").write_text("{}"), r"the tokenizer of .* cannot be loaded"),
@@ -81,6 +87,35 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("seqtile.recipes.data.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         load_model(str(tmp_path), load_config(str(tmp_path)))
+
+
+def test_weights_that_a_config_leaves_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny(tmp_path)
+    load_model(str(tmp_path), load_config(str(tmp_path)))
+    assert not caplog.messages
+    configured(num_hidden_layers=1)(tmp_path)
+    load_model(str(tmp_path), load_config(str(tmp_path)))
+    [said] = caplog.messages
+    assert said.startswith(f"note: --model: config.json of {tmp_path} leaves out some of its weights: model.layers.1.")
+
+
+def test_code_of_a_model_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    (tmp_path / "code.py").write_text("raise SystemExit('it runs')")
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text())
+            | {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", "code.Mine"]}}
+        )
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}})
+    )
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ValueError, match="code of its own, which this command does not run"):
+            load(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +174,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch:
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.utils._http._http_backoff_base", unreachable)
-    monkeypatch.setattr("seqtile.recipes.data.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
     with pytest.raises(ValueError, match=r"the hub could not be reached \(Name or service not known\)"):
         load_config("nobody/nothing")
     assert len(asked) == 1

@@ -3,6 +3,7 @@ is read from a model's configuration alone."""
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Any
 from seqtile.arch import ARCHS, Arch
 
 GIB = 2**30
+MOST = 2**60
 FLOAT = 4
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
@@ -24,12 +26,13 @@ SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate")
 def expect(name: str, right: object, expected: str, got: object) -> None:
     """Raises a ValueError that states what was expected and what was given, unless `right` is true."""
     if not right:
-        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+        below = " below 2**60" if isinstance(got, int) and got >= MOST else ""
+        raise ValueError(f"{name}: expected {expected}{below}, got {got!r:.60}")
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Returns whether `value` is an int of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Returns whether `value` is an int of at least `least`, and no absurd one, whose bytes no float can count."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < MOST
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Setup:
     """True: bitsandbytes quantizes the projections of attention and MLP to 4 bits (NF4, double quantization), and each
     part dequantizes its own while it runs. They are frozen, so `lora_rank` is required."""
     gpu_memory_gib: float = 80
-    """Memory of a GPU."""
+    """Memory of a GPU that a step may fill: four fifths of its size, see `memory.room`."""
     host_memory_gib: float = 1900
     """Memory of a node."""
     gpus_per_node: int = 8
@@ -99,8 +102,8 @@ class Setup:
             ("tiles", _are_some(self.tiles, TILES), f"some of {', '.join(TILES)}"),
             ("offload", _are_some(self.offload, OFFLOAD), f"some of {', '.join(OFFLOAD)}"),
             ("head_groups", groups, f'{count}, "auto" or None'),
-            ("gpu_memory_gib", _is_size(self.gpu_memory_gib), "more than 0 GiB"),
-            ("host_memory_gib", _is_size(self.host_memory_gib), "more than 0 GiB"),
+            ("gpu_memory_gib", is_size(self.gpu_memory_gib), "more than 0 GiB"),
+            ("host_memory_gib", is_size(self.host_memory_gib), "more than 0 GiB"),
             ("zero_stage", self.zero_stage in range(4), "0, 1, 2 or 3"),
             ("keep_last", is_count(self.keep_last, 0), "0 or more layers"),
         ):
@@ -177,7 +180,7 @@ def _are_some(value: object, known: Collection[str]) -> bool:
     return isinstance(parts, tuple | list | set | frozenset) and all(part in known for part in parts)
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -338,12 +341,16 @@ def _read(path: str | Path) -> Any:
     file = Path(path)
     expected = f"expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)}"
     try:
-        return json.loads((file / "config.json" if file.is_dir() else file).read_text())
+        file = file / "config.json" if file.is_dir() else file
+        if file.exists() and not file.is_file():
+            raise ValueError(f"model {str(path)!r}: {expected}, got a pipe or a device; pass a file")
+        return json.loads(file.read_text())
     except OSError as error:
-        close = get_close_matches(str(path), KNOWN, n=1, cutoff=0.5)
+        close = get_close_matches(str(path), KNOWN, cutoff=0.5)
+        close = [name for name in close if re.findall(r"\d+", name) == re.findall(r"\d+", str(path))]  # 14B is no 4B
         remedy = f"did you mean {close[0]}?" if close else "download its config.json"
         raise ValueError(f"model {str(path)!r}: {expected} ({error.strerror}); {remedy}") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
 
 

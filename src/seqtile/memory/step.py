@@ -143,7 +143,7 @@ class Step:
             summed = self._summed() + waits
             yield self._moment(Alive("hidden states", matrix, norms=norm.kept, gradients=summed), layers, matrix)
         yield self._moment(Alive("final norm", head, norms=norm.backward, gradients=waits), layers, matrix)
-        for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
+        for place in sorted({layers, max(layers - 1, 1), min(2, layers), 1}, reverse=True):
             done = head + (layers - place) * shape.layer_parameters
             gathered = 1 + (place > 1) + (place < layers and full)  # this layer, the next, the previous one's gradients
             for alive in self.layer.moments():

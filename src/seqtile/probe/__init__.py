@@ -42,7 +42,7 @@ class Row:
     verdict: str
     """`right` or `wrong`; `by contract` if the package's guide announces this result and says what to do; `imprecise`
     for the head's gradient; `grows` for memory. Without a figure: `not installed`, `needs a GPU`, `not tried`,
-    `refused` (with a deliberate error) or `failed` (with any other error)."""
+    `refused` (with a deliberate error), `failed` (with any other error) or `not finished` (in the time limit)."""
     figure: str = ""
     note: str = ""
 
@@ -79,7 +79,7 @@ def probe(
 
 
 def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
-    """Returns the rows that the processes of a tree write. A case without a row has failed."""
+    """Returns the rows that the processes of a tree write. A case without a row has failed, or was not finished."""
     from seqtile.probe.tree import cases_of
 
     _, ranks = TREES[tree]
@@ -87,31 +87,34 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
     started = [sys.executable, *launcher]
     cases = [case for case in cases_of(tree) if case.probe in names]
     rows = {row.key: row for case in cases if (row := case.absent()) is not None}
+    verdict = why = ""
     if len(rows) < len(cases):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             file.touch()
-            why = ended([*started, "-m", "seqtile.probe.tree", tree, str(file), *names], directory, time_limit)
+            command = [*started, "-m", "seqtile.probe.tree", tree, str(file), *names]
+            verdict, why = ended(command, directory, time_limit)
             found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
         rows |= {row.key: row for row in found}
-    return [rows.get(case.row("").key) or case.row("failed", note=why) for case in cases]
+    return [rows.get(case.row("").key) or case.row(verdict, note=why) for case in cases]
 
 
-def ended(command: list[str], directory: str, time_limit: float) -> str:
-    """Runs processes until they end, or kills them at the time limit. Returns the first error, or that time ran out."""
+def ended(command: list[str], directory: str, time_limit: float) -> tuple[str, str]:
+    """Runs processes until they end, or kills them at the time limit. Returns the verdict on what they leave undone,
+    and why: the first error, or that time ran out."""
     with (Path(directory) / "output").open("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, start_new_session=True)
         try:
             process.wait(time_limit)
         except subprocess.TimeoutExpired:
-            return f"not done in {time_limit:g} s"
+            return "not finished", f"in {time_limit:g} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)
         errors = [line.strip() for line in output if "Error" in line]
-    return (errors or ["ended early"])[0][:200]
+    return "failed", (errors or ["ended early"])[0][:200]
 
 
 def figures_of(rows: list[Row]) -> list[dict[str, Any]]:

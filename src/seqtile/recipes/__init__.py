@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from seqtile.memory.setup import expect
@@ -16,6 +17,7 @@ from seqtile.memory.setup import expect
 DEFAULT_MODEL = "smollm2-135m"
 SHARDS = ("fsdp2", "zero3")
 DEVICES = (None, "cpu", "cuda")
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # NAME or OWNER/NAME
 TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
@@ -128,20 +130,26 @@ class EvaluateOptions:
         for file in (*self.text, *([self.adapter] if self.adapter else [])):
             if not file.exists():
                 raise ValueError(f"{file} does not exist{what_is_here(file)}")
+        if self.adapter is not None and not self.adapter.is_dir():
+            raise ValueError(f"--adapter: {self.adapter} is no directory; pass the one that has adapter_config.json")
         for file in self.text:
             if file.is_dir():
                 raise ValueError(f"{file} is a directory, expected text files; pass those in it, such as {file}/*.txt")
+            if not file.is_file():
+                raise ValueError(f"{file} is a pipe or a device, expected text files; save its text in one")
         source(self.model, "MODEL")
 
 
 def number_or_name(option: str | None) -> int | str | None:
     """Returns --head-groups as seqtile takes it: a number, auto or None."""
-    return int(option) if option and option.isdigit() else option
+    return int(option) if option and option.isdecimal() else option
 
 
 def check_output(directory: Path, sizes: dict[str, int]) -> None:
     """Makes `directory`, in which directories of these names are to need these bytes. Raises ValueError, and makes
     nothing, where that cannot be."""
+    if directory.is_symlink() and not directory.exists():
+        raise ValueError(f"--output: {directory} is a link to nothing that exists; choose another directory")
     try:
         tempfile.TemporaryFile(dir=first_existing(directory)).close()
         for name, size in sizes.items():
@@ -166,7 +174,7 @@ def check_output(directory: Path, sizes: dict[str, int]) -> None:
 def places(path: Path) -> tuple[Path, Path, Path]:
     """Returns `path` itself, or what it links to; what is written first, beside it and so on the same disk; and where
     the one that was there waits."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
     return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
 
 
@@ -202,13 +210,33 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
             )
         return str(Path(spec.origin).parent), {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     path = Path(os.path.expanduser(model))  # which a shell does not do behind a "="
-    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model)  # NAME or OWNER/NAME
+    on_hub = HUB_NAME.fullmatch(model)
     if path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"{asked_by}: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
     if not path.exists() and (on_hub is None or (on_hub[1] and path.parent.is_dir())):
         hub = f"; for {model} of the hub, start where there is no directory {path.parent}" if on_hub else ""
         raise ValueError(f"{asked_by}: {path} does not exist{what_is_here(path)}{hub}")
     return str(path) if path.exists() else model, {}
+
+
+def hub_config(name: str) -> str:
+    """Returns the config.json of a model on the hub as a local file; raises what huggingface_hub raises.
+
+    The hub is asked once: `from_pretrained` itself tries for half a minute where there is no network.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+        found = hf_hub_download(name, "config.json")
+    return found
+
+
+def in_brief(error: BaseException) -> str:
+    """Returns an error's text in one line, with its type where the text alone says little, as a KeyError's."""
+    named = f"{type(error).__name__}: " * isinstance(error, LookupError | ArithmeticError | TypeError)
+    return shorten(f"{named}{error}" or type(error).__name__, 200, placeholder=" ...").rstrip(".")
 
 
 def what_is_here(path: Path) -> str:

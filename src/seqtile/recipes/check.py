@@ -1,6 +1,7 @@
 """The trial of `seqtile check`: a model, made small, tiled part by part, beside itself untiled; and its variants."""
 
 import copy
+import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -23,7 +24,7 @@ from seqtile.models.placement import Options
 from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
-from seqtile.recipes import CheckOptions
+from seqtile.recipes import CheckOptions, hub_config
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
 LOOPS = 1.4  # times as many operations for twice as many tokens: it loops over them
@@ -78,9 +79,19 @@ class Report:
         refused = any(line.how == "refused" for line in self.lines)
         return refused or any(row.how == DIFFERS for row in self.variants)
 
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        left = [f"{line.part} of {line.module}" for line in self.lines if line.how == "refused"]
+        left += [] if any(line.part == LOSS.option for line in self.lines) else ["the loss"]
+        left += [f"layers of kind {reason.partition(':')[0]}" for reason in self.untiled]
+        found = f"Not tiled: {', '.join(left)}; what can be tiled is" if left else "All parts can be tiled;"
+        different = any(row.how == DIFFERS for row in self.variants)
+        return f"{found} equal up to rounding{', but not in every variant' * different}."
+
     def figures(self) -> dict[str, object]:
         rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("lines", "variants")}
-        return asdict(self) | rows | {"differs": self.differs}
+        return asdict(self) | rows | {"differs": self.differs, "verdict": self.verdict}
 
 
 def check(asked: CheckOptions) -> Report:
@@ -112,13 +123,18 @@ def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     try:
         if not Path(model).exists() and model in model_types():
             return AutoConfig.for_model(model)
-        if model.endswith(".json") and not Path(model).exists():
+        path = Path(model)
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise FileNotFoundError("a pipe or a device")
+        if model.endswith(".json") and not path.exists():
             raise FileNotFoundError("there is no such file")
+        if not path.exists():
+            hub_config(model)
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise _code_of_its_own(model) from error
-        near = get_close_matches(model, model_types(), 1)
+        near = [] if Path(model).exists() else get_close_matches(model, model_types(), 1)
         found = f"; did you mean {near[0]}?" if near else f": {brief(error)}"
         raise ValueError(
             f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as llama, "
@@ -134,7 +150,7 @@ def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = Fal
             raise _code_of_its_own(model)
         return get_class_from_dynamic_module(remote, model)
     classes = model_classes(config.model_type)
-    named = config.architectures or ()
+    named = re.findall(r"\w+", str(config.architectures))  # a list of names, if all is well
     if encoders := [name for name in named if name.endswith("ForMaskedLM")]:
         raise ValueError(
             f"{encoders[0]} is an encoder, whose loss seqtile does not tile; expected a causal language model, such as "
@@ -186,8 +202,9 @@ def _cost(model: PreTrainedModel, tokens: int) -> Cost:
 
 def print_report(report: Report, console: Console) -> None:
     in_groups = any(line.head_groups for line in report.lines)
-    by_group = ["head_groups"] * in_groups
-    columns = ["part", "modules", "tiled", *by_group, "error tiled", "error untiled", "work", "peak"]
+    by_group = [Column("head_groups", min_width=11)] * in_groups
+    modules = Column("modules", no_wrap=True, overflow="fold")  # where there is little space, titles take two lines
+    columns = ["part", modules, "tiled", *by_group, "error tiled", "error untiled", "work", "peak"]
     table = Table(*columns, box=None, header_style="")
     for line in report.lines:
         ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (line.flops, line.peak))
@@ -213,5 +230,4 @@ def print_report(report: Report, console: Console) -> None:
         said.append(f"variants (other values of the config, other batches): {counts}")
     told = (row for row in report.variants if row.reason and row.how != FAILS)
     said += [f"{row.variant} is {row.how}: {row.reason}" for row in told]
-    if said:
-        console.print("\n".join(said), markup=False, highlight=False)
+    console.print("\n".join([*said, report.verdict]))

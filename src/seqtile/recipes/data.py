@@ -1,21 +1,24 @@
 """A pretrained model, all of it or an error, and long documents as sequences of its tokens."""
 
+import io
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import TextIO
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from seqtile.recipes import source, what_is_here
+from seqtile.memory.simulate import quiet
+from seqtile.recipes import hub_config, in_brief, source, what_is_here
+
+logger = logging.get_logger(__name__)
 
 NAMED = 3  # weights that an error names, of those that are missing
 LISTED = 10  # skipped files, of more
@@ -40,65 +43,69 @@ def device_of(asked: str | None) -> str:
 def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
     """Turns what is raised inside, where files are read, to a ValueError that says what they hold and what to do."""
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
+            yield
     except Exception as error:  # safetensors, tokenizers, pickle, json: each has classes of its own, or none
         if is_out_of_memory(error):
             raise
-        raise ValueError(f"{what} cannot be loaded ({in_brief(error)}); {remedy}") from error
-
-
-def in_brief(error: BaseException) -> str:
-    return shorten(str(error) or type(error).__name__, 200, placeholder=" ...").rstrip(".")
+        why = in_brief(error)
+        if "trust_remote_code" in str(error):
+            why = "it brings code of its own, which this command does not run"
+            remedy = "read that code, then load the model in Python with trust_remote_code=True"
+        raise ValueError(f"{what} cannot be loaded ({why}); {remedy}") from error
 
 
 def load_config(model: str, asked_by: str = "--model") -> PreTrainedConfig:
     """Returns the configuration of `model`. Raises ValueError, of the option or argument that asked for it, if neither
-    a path nor the hub has it.
-
-    The hub is asked once: `from_pretrained` itself tries for half a minute where there is no network.
-    """
+    a path nor the hub has it."""
     name, options = source(model)
     try:
-        if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+        if not Path(name).exists():
+            hub_config(name)
     except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
         raise ValueError(
             f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not "
             f"found or the hub could not be reached ({in_brief(error)})"
         ) from error
     with read_of(f"{asked_by}: the configuration of {model}"):
-        return AutoConfig.from_pretrained(name, **options)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
 
 
 def load_tokenizer(model: str, asked_by: str = "--model") -> PreTrainedTokenizerBase:
     """Returns the tokenizer of `model`. Raises ValueError if its files cannot be read."""
     name, options = source(model)
     with read_of(f"{asked_by}: the tokenizer of {model}"):
-        return AutoTokenizer.from_pretrained(name, **options)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
 
 
 def load_model(model: str, config: PreTrainedConfig, asked_by: str = "--model") -> PreTrainedModel:
     """Returns the model of `source(model)`, its weights in float32, ready to be trained and saved.
 
     Raises ValueError unless the files hold all of them in the shapes that its configuration asks for: transformers
-    draws the others at random.
+    draws the others at random. Warns if they hold more.
     """
     name, options = source(model)
+    options["trust_remote_code"] = False
     if "gguf_file" in options:
         options["quantization_config"] = GgufConfig(dequantize=True)
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with read_of(f"{asked_by}: the weights of {model}"):
+    with read_of(f"{asked_by}: the weights of {model}", "get its files again, config.json too"), quiet():
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
-    wrong, missing = "", sorted(found["missing_keys"])
+    wrong, missing, unused = "", sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     if found["mismatched_keys"]:
         weight, here, expected = min(found["mismatched_keys"])
         wrong = f"{weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)};"
     elif missing:
-        named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-        wrong = f"the weights of {model} lack {named}; get its files again, or"
+        wrong = f"the weights of {model} lack {some(missing)}; get its files again, or"
     if wrong:
         raise ValueError(f"{asked_by}: {wrong} pass a model whose weights and config.json belong together")
+    if unused:
+        logger.warning(f"note: {asked_by}: config.json of {model} leaves out some of its weights: {some(unused)}")
     return loaded
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def standard_library() -> list[Path]:
@@ -190,7 +197,7 @@ def file_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list
     read no further than they need. Raises UnicodeError once it turns out to be no text."""
 
     found = False
-    with file.open(encoding="utf-8") as opened:
+    with file.open(encoding="utf-8-sig") as opened:  # a byte order mark is no text
         for ids in tokens_of(partial(read_text, opened), tokenizer):
             found = found or bool(ids)
             yield ids

@@ -1,7 +1,7 @@
 """The job of `seqtile evaluate`: a model and text files, evaluated on this process or on ranks that share documents."""
 
-import io
-from contextlib import nullcontext, redirect_stderr
+import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,16 @@ import seqtile
 from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
-from seqtile.recipes import EvaluateOptions, Job
-from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, read_of, read_text
+from seqtile.recipes import EvaluateOptions, Job, check_output
+from seqtile.recipes.data import (
+    device_of,
+    is_out_of_memory,
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_of,
+    read_text,
+)
 from seqtile.recipes.output import write_figures
 from seqtile.recipes.state import rank
 from seqtile.recipes.train import sequence_group
@@ -25,30 +33,41 @@ if TYPE_CHECKING:
 def evaluate(asked: EvaluateOptions) -> Evaluation:
     """Evaluates a model on text files, and writes the result to `asked.output`, if that is given.
 
-    Raises ValueError for bad input, and OSError where the output cannot be written.
+    Raises ValueError for bad input, and where the output cannot be written; MemoryError if memory is short.
     """
+    if asked.output is not None:
+        check_output(asked.output, {})
+    try:
+        return _evaluated(asked)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
+        raise MemoryError(f"MODEL {asked.model} and its documents need more memory than there is; {remedy}") from error
+
+
+def _evaluated(asked: EvaluateOptions) -> Evaluation:
     device = device_of(asked.device)
     job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
     with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
-        with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
-            config = load_config(asked.model, "MODEL")
-            documents, text_bytes = _documents(asked)
-            model = load_model(asked.model, config, "MODEL")
-            if asked.adapter is not None:
-                with read_of(f"--adapter: {asked.adapter}"):
-                    model.load_adapter(str(asked.adapter))  # which needs peft
+        config = load_config(asked.model, "MODEL")
+        documents, text_bytes = _documents(asked)
+        model = load_model(asked.model, config, "MODEL")
+        if asked.adapter is not None:
+            with read_of(f"--adapter: {asked.adapter}"):
+                model.load_adapter(str(asked.adapter))  # which needs peft
         model.to(device, getattr(torch, asked.dtype))
         seqtile.apply_seqtile(model, layer=asked.layer)
         if ctx is not None:
             sp.apply_ulysses(model, ctx, batches="whole")
+        quiet = rank() > 0 or asked.as_json or not sys.stdout.isatty()
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
+        with Progress(*columns, transient=True, disable=quiet) as progress:
             bar = progress.add_task("", total=None)
             given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
             given["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
             found = evaluate_model(model, documents, **given)
         if asked.output is not None and rank() == 0:
-            asked.output.mkdir(parents=True, exist_ok=True)
             title = f"{asked.model}: {', '.join(file.name for file in asked.text)}"
             write_figures(asked.output / "evaluation", found.figures(), partial(picture, found, title))
     return found
@@ -56,11 +75,11 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
 
 def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:
     """Returns what the model's tokenizer makes of each file, with the special tokens that it adds and no others, and
-    the bytes of all of that text."""
+    the bytes of all of that text: a byte order mark is none of it, ends of lines are as they are."""
     tokenizer, found, text_bytes = load_tokenizer(asked.model, "MODEL"), [], 0
     for file in asked.text:
         try:
-            with file.open(encoding="utf-8") as opened:
+            with file.open(encoding="utf-8-sig", newline="") as opened:
                 text = read_text(opened)
         except (UnicodeError, OSError) as error:
             raise ValueError(f"{file} cannot be read as UTF-8 text ({error}); pass text files") from error

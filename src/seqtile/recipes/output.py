@@ -129,7 +129,9 @@ def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figur
     if find_spec("matplotlib") is None:
         logger.warning(f"{path.name}.png is left out: it needs matplotlib (pip install matplotlib)")
         return
-    with written_beside(path.with_suffix(".png")) as new:
+    from matplotlib import rc_context  # not in the process that trains, whose memory is measured
+
+    with written_beside(path.with_suffix(".png")) as new, rc_context({"text.parse_math": False}):  # $ may be in a name
         draw().savefig(new, dpi=150, format="png")
 
 

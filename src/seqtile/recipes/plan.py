@@ -4,16 +4,18 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from seqtile.limits import flash_limit
-from seqtile.memory import KNOWN, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
+from seqtile.memory import KNOWN, TILES, Longest, Plan, Setup, Shape, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
+from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
-from seqtile.recipes import argument, number_or_name, option
+from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
 
 ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
 UNITS = ((1e9, 2, "billion"), (1e6, 0, "million"), (1e3, 0, "thousand"), (1, 0, ""))  # of a model's parameters
@@ -24,13 +26,14 @@ MIN_SHARED = 256  # tokens: the default min_tokens of `share_prefixes`
 class PlanOptions:
     """The options of `seqtile plan`. One that is named as a field of `memory.Setup` sets that field."""
 
-    model: str = argument(f"A config.json, its directory, or {', '.join(KNOWN)}.")
+    model: str = argument("A config.json, its directory, or a name on the hub; at once: " + ", ".join(KNOWN))
     seq_len: int | None = option(None, "Sequence length in tokens (default: the longest that fits).")
     batch_size: int = option(1, "Sequences in a batch.")
     shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
     gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
-    gpu_memory_gib: float = option(80, "GiB a step may take on a GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
+    gpu_memory_gib: float = option(80, "GiB of memory of a GPU, all that it has.", "--gpu-memory")
+    margin: float = option(MARGIN, "Share of it that is kept free, since plans may be a fifth too low.")
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs per node.")
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
@@ -54,6 +57,7 @@ class PlanOptions:
         if unknown := [part for part in offload if part not in ("optimizer", "weights")]:
             tried = "layer inputs on the host are tried in any case, so leave activations out"
             raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}; {tried}")
+        setup["gpu_memory_gib"] = room(self.gpu_memory_gib, self.margin)
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
         setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
         return setup | {"sequence_parallel": shared_by, "offload": offload}
@@ -64,6 +68,8 @@ class PlanResult:
     """The longest sequences that fit on the given GPUs, and one planned step."""
 
     model: str
+    gpu_memory_gib: float
+    """Of a GPU; what a step may fill of it is in the plan's setup."""
     notes: list[str]
     simulated: dict[str, int]
     """For a model type without a formula: the simulated longest sequence on one GPU, by what is tiled."""
@@ -97,12 +103,13 @@ def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None
 def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     setup, sizes = asked.setup(), {"batch_size": asked.batch_size}
     try:
-        shape = shape_of(asked.model)
+        shape = _shape(asked.model)
     except NoFormula as error:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return PlanResult(asked.model, [f"{error}, so it is only simulated", *notes], simulated)
+        notes.insert(0, f"{error}, so it is only simulated")
+        return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # raises if this model cannot have them
         plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)
@@ -133,7 +140,23 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         if limit is not None and seq_len >= limit[0]:
             notes.append(limit[1])
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
-    return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
+    return PlanResult(asked.model, asked.gpu_memory_gib, notes + more, simulated, lengths, step, *fitting)
+
+
+def _shape(model: str) -> Shape:
+    """Returns the shape of a known name or a config.json, here or on the hub, which is asked last."""
+    try:
+        return shape_of(model)
+    except ValueError as error:
+        if not isinstance(error.__cause__, FileNotFoundError) or not HUB_NAME.fullmatch(model):
+            raise
+        unknown = error
+    try:
+        config = hub_config(model)
+    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
+        found = f"as a name on the hub it was not found, or the hub could not be reached ({in_brief(error)})"
+        raise ValueError(f"{unknown}; {found}") from error
+    return shape_of(json.loads(Path(config).read_text()))
 
 
 def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
@@ -287,48 +310,56 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
 
 
 def print_forecast(forecast: PlanResult, console: Console) -> None:
-    """Prints the forecast as tables, then what to turn on, or what would help if it does not fit."""
+    """Prints the forecast as tables, if any sequence fits, then what to turn on, or what would help if it does not
+    fit."""
     title, plan = forecast.model, forecast.plan
     if plan is not None:
         setup, count = plan.setup, plan.shape.parameters
         gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
         size = next(f"{count / one:,.{digits}f} {unit}".rstrip() for one, digits, unit in UNITS if count >= one)
-        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
-    console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
+        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {forecast.gpu_memory_gib:g} GiB"
+        title += f", {setup.gpu_memory_gib:g} for a step" if setup.gpu_memory_gib < forecast.gpu_memory_gib else ""
+    console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]))
     if forecast.simulated:
-        table = Table("tiled", Column("tokens", justify="right", no_wrap=True), title="Longest sequence, simulated")
+        columns = ("tiled", Column("tokens", justify="right", no_wrap=True))
+        table = Table(*columns, title="Longest sequence, predicted by a simulation")
         table.caption = "On one GPU, every layer checkpointed."
         for tiled, tokens in forecast.simulated.items():
             table.add_row(tiled, f"{tokens:,}")
         console.print(table)
     if plan is None:
         return
-    console.print(lengths_table(forecast.lengths))
-    console.print(parts_table(plan))
+    if any(found.tokens for _, found in forecast.lengths):
+        console.print(lengths_table(forecast.lengths, plan.setup))
+        console.print(parts_table(plan))
     if plan.fits:
         lines = ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
     else:
-        lines = [f"This does not fit in {plan.bound}."]
+        lines = [f"This is predicted not to fit in {plan.bound}."]
         lines += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
-    console.print("\n".join(lines), highlight=False)
+    console.print("\n".join(lines))
 
 
-def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
+def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table:
     columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
     columns += [Column("tokens", justify="right", no_wrap=True), Column("bound by")]
-    table = Table(*columns, title="Longest sequence, every layer checkpointed")
+    table = Table(*columns, title="Longest sequence, predicted, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"
     table.caption += " Liger: its norms."
-    for setup, found in lengths:
+    fitting = [row for row in lengths if row[1].tokens]
+    if len(fitting) < len(lengths):
+        table.caption += f"\nNothing fits in the {len(lengths) - len(fitting)} setups that are left out."
+    for setup, found in fitting:
         cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
-        table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
+        mark = "* " if setup == planned else ""  # of the step that the next table has
+        table.add_row(*cells, f"{mark}{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
     return table
 
 
 def parts_table(plan: Plan) -> Table:
     columns = (Column(name, justify="right") for name in ("GiB a GPU", "GiB a node, on the host"))
     shared = f", of which {plan.setup.shared_tokens:,} are shared," if plan.setup.shared_tokens else ""
-    title = f"A step of {plan.batch_size} x {plan.seq_len:,} tokens{shared} at its peak: {plan.peak.name}"
+    title = f"* A step of {plan.batch_size} x {plan.seq_len:,} tokens{shared} at its predicted peak: {plan.peak.name}"
     table = Table("", *columns, title=title)
     for part, size in plan.peak.parts.items():
         held = plan.host.get(part, 0)

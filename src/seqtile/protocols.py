@@ -19,7 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 SHARDED = "_seqtile_ulysses"
-"""The attribute under which a model whose sequences are sharded over ranks holds its `ShardedSequences`."""
+"""The attribute under which a model whose sequences are sharded over ranks, and each model inside it around its layers,
+holds its `ShardedSequences`."""
 
 LAYOUT = "ulysses_layout"
 """The keyword argument that tells the layers of such a model which tokens of the sequences a rank holds."""
@@ -41,8 +42,13 @@ class ShardedSequences(Protocol):
     takes_whole: bool
     """True if the model gets the same whole batch on every rank, False if it gets each rank's part."""
 
-    def other_batch(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards may take another batch than the running forward."""
+    def other_batch(self, before: Callable[[], None]) -> AbstractContextManager[None]:
+        """Returns a context in which forwards may take another batch than the running forward, and which calls `before`
+        before each collective of theirs and of their backwards."""
+
+    def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Returns the arguments of the model below the head with the `LAYOUT` of the sequences of which they are this
+        rank's part. A collective."""
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -84,10 +84,12 @@ def hooked(model: nn.Module) -> nn.Module:
 def below_the_head(model: nn.Module) -> nn.Module:
     """The trainer computes the loss itself, from the hidden states, as TRL's do."""
 
-    def forward(labels: torch.Tensor, **inputs: torch.Tensor) -> CausalLMOutput:
+    def forward(labels: Tensor, shift_labels: Tensor | None = None, num_items_in_batch: Any = None, **inputs: Tensor):
         states = model.model(**inputs).last_hidden_state
-        logits = model.lm_head(states[:, :-1])
-        return CausalLMOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        logits = model.lm_head(states)
+        return CausalLMOutput(loss=nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()))
 
     model.forward = forward
     return model
@@ -120,6 +122,7 @@ TORCH = {
     "fsdp2 mixed parts": Case(partial(parts, **MIXED), apply={"layer": True}),
     "fsdp2 sp": Case(fsdp2, apply={"layer": True}, spread=True),
     "fsdp2 sp peft": Case(fsdp2, lora, spread=True, outcome=f"12 gradients {EQUAL}"),
+    "fsdp2 sp below the head": Case(fsdp2, below_the_head, spread=True, outcome=BELOW),
     "fsdp1": Case(fsdp1, outcome=f"2 gradients {EQUAL}"),  # its one parameter is flat
     "fsdp1 by names": Case(partial(fsdp1, use_orig_params=True)),
     "fsdp1 parts": Case(partial(fsdp1, auto_wrap_policy=by_layer), outcome="FullyShardedDataParallel"),
@@ -136,6 +139,7 @@ ZERO = {
     "zero3 leaf": Case(zero(3, leaf=True)),
     "zero3 sp": Case(zero(3), spread=True),
     "zero3 below the head": Case(zero(3), below_the_head, outcome=BELOW),
+    "zero3 sp below the head": Case(zero(3), below_the_head, spread=True, outcome=BELOW),
 }
 CASES = TORCH | ZERO
 TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")

@@ -253,10 +253,11 @@ def test_compared_where_the_model_below_the_head_is_called(on_classes: bool, opt
 
 
 @pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("labelled", [False, True])
-def test_models_without_a_head_over_a_vocabulary(labelled: bool, layer: bool) -> None:
-    """A classifier's labels cannot be cut to a few tokens; the model below its head is compared nevertheless."""
-    cls = AutoModelForSequenceClassification if labelled else AutoModel
+@pytest.mark.parametrize("labelled", [None, False, True], ids=["no head", "no labels", "labels"])
+def test_models_without_a_head_over_a_vocabulary(labelled: bool | None, layer: bool) -> None:
+    """A classifier's labels cannot be cut to a few tokens, and a trainer of reward models passes none; the model below
+    its head is compared nevertheless."""
+    cls = AutoModel if labelled is None else AutoModelForSequenceClassification
     model, batch = cls.from_config(build("llama", pad_token_id=0).config).train(), batch_of(2, 61)
     seqtile.apply_seqtile(model, loss=False, layer=layer, chunk_tokens=CHUNK)
     batch["labels"] = torch.tensor([0, 1])

@@ -86,6 +86,12 @@ def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) 
     pool.run(trl_over_ranks.over_ranks, one_process(name, how, None), size, name, how, leaves_traces=True)
 
 
+@pytest.mark.full("as test_trl")
+@OF_TWO
+def test_a_reward_model(pool: Pool) -> None:
+    pool.run(trl_over_ranks.rewards_over_ranks, trl_over_ranks.rewards(None), leaves_traces=True)
+
+
 @pytest.mark.full("of a product, each value every day", but=every_value)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

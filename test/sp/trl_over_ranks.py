@@ -12,17 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from integrations.test_trl import CASES as TRL_CASES
-from integrations.test_trl import CLOCKS
+from integrations.test_trl import CLOCKS, pairs
 from seqtile import apply_seqtile, sp
 from seqtile.integrations.trl import apply_seqtile_to_trl
+from seqtile.models.first_step import outcome_of
 from seqtile.sp.trainer import _Groups
+from sp.first_step import EQUAL, scaled_mlps
 from sp.over_ranks import context
 from sp.trainer import Recorded, weights_of
 from support import trl_trainers
-from support.tiny import gentle
+from support.tiny import config_of, gentle
 from support.training import with_lora
 
 trl = pytest.importorskip("trl")
@@ -101,9 +103,18 @@ def trained(name: str, how: str, ctx: sp.SequenceParallel | None) -> Run:
             apply_seqtile(model, loss=False, chunk_tokens=20)
         trainer = trl_trainers.trainer(type("Mine", tuple(bases), {}), model, rows, output, given=given, **options)
         start = weights_of(trainer.model)
+        if how == "tiled" and ctx is not None and kind == "SFT":
+            wrong = "the tiled model computes something else than the untiled one"
+            with scaled_mlps(only_on=1), pytest.raises(ValueError, match=wrong):  # on every rank
+                trainer.train()
+            assert weights_of(trainer.model).equal(start)
         trainer.train()
         if kind == "SFT" and ctx is not None and ctx.data_parallel_size == 1:
             trainer.evaluate()
+        if how == "tiled" and ctx is not None:
+            from_logits = "the loss and 22 gradients equal the untiled model's up to rounding, on "
+            said = from_logits if "label_smoothing_factor" in options else f"the last hidden states and 21 {EQUAL}"
+            assert said in str(outcome_of(model)), outcome_of(model)
     return trainer.state.log_history, torch.stack([weights - start for weights in recorded.weights]), start.norm()
 
 
@@ -120,6 +131,33 @@ def over_ranks(expected: Run, size: int, name: str, how: str) -> None:
             scale = 10 if key == "kl" or key.startswith("rewards/") else 1
             same = math.isclose(our[key], their[key], rel_tol=1e-4, abs_tol=1e-4 * scale)
             assert same or math.isnan(their[key]), (key, our[key], their[key])
+
+
+def rewards(ctx: sp.SequenceParallel | None) -> list[float]:
+    """Returns the losses of a reward model, which has no LM head, and whose trainer computes the loss from its values.
+    The first step is compared below the values, and refused if MLPs are wrong."""
+    torch.manual_seed(7)
+    model, documents = LlamaForSequenceClassification(config_of("llama", num_labels=1)).train(), pairs()
+    apply_seqtile(model, loss=False, chunk_tokens=20)
+    bases, options = [trl.RewardTrainer], {}
+    given: dict[str, Any] = {}
+    if ctx is not None:
+        bases.insert(0, sp.SequenceParallelTrainerMixin)
+        given, options = {"sequence_parallel": ctx}, {"ddp_backend": "gloo"}
+    with shared_folder() as output:
+        options |= {"learning_rate": 0.01, "seed": 1}
+        trainer = trl_trainers.trainer(type("Mine", tuple(bases), {}), model, documents, output, given=given, **options)
+        if ctx is not None:
+            with scaled_mlps(only_on=1), pytest.raises(ValueError, match="computes something else than the untiled"):
+                trainer.train()
+        trainer.train()
+    assert f"the last hidden states and 21 {EQUAL}" in str(outcome_of(model)), outcome_of(model)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def rewards_over_ranks(expected: list[float]) -> None:
+    found = rewards(context())
+    assert all(math.isclose(*each, rel_tol=1e-4) for each in zip(found, expected, strict=True)), (found, expected)
 
 
 def unseen() -> None:

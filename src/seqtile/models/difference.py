@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.graph import without_hooks
+from seqtile.protocols import ShardedTokens
 
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
 _FEW = 8  # numbers of a parameter, by chance little changed by one bit: a scalar was 5 times that apart in float16
@@ -101,6 +102,8 @@ def _returned(output: Any, mask: torch.Tensor | None) -> tuple[str, torch.Tensor
     if (loss := getattr(output, "loss", None)) is not None:
         return LOSS_NAME, loss, loss
     states = output.last_hidden_state
+    if isinstance(states, ShardedTokens):
+        states = states.whole()
     if isinstance(mask, torch.Tensor) and mask.shape == states.shape[:-1]:
         states = states[mask.to(states.device) != 0]
     return STATES_NAME, states, (states * _signs(states, 3)).float().mean() * states.shape[-1] ** 0.5

@@ -10,6 +10,7 @@ and of the embeddings' output, with check="full" of every parameter. Where the m
 as TRL's trainers do, its last hidden states are compared in place of the loss.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, repeat
@@ -31,7 +32,6 @@ from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.models.trial_state import State
 from seqtile.ops.chunks import is_trial
-from seqtile.protocols import LAYOUT
 from seqtile.renamed import cache_in
 
 logger = logging.get_logger(__name__)
@@ -70,7 +70,7 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     with_declared = not run_together(model)
     made_of = _MadeOf(model, with_declared)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    reason = _not_comparable(model, tensors, kwargs)
+    reason = _not_comparable(model, original, tensors, kwargs)
     if reason is None:
         try:
             outcome = _outcome(model, options, original, args, kwargs, Ranks(model, tensors))
@@ -191,7 +191,7 @@ def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:
     return next((tokens for tokens in whole if rows * length % tokens == 1), whole[0])
 
 
-def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict) -> str | None:
+def _not_comparable(model: nn.Module, original: Callable, tensors: list[torch.Tensor], kwargs: dict) -> str | None:
     """Returns why the model cannot be compared in this forward; None if it can. Ranks must find the same."""
     if detect_fake_mode(tensors) is not None or any(x.is_meta for x in (*tensors, *model.parameters())):
         return "its tensors hold no values"
@@ -201,9 +201,10 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
         return "it was given a cache"
     if isinstance(labels := kwargs.get("labels"), torch.Tensor) and labels.dim() < 2:
         return "its labels are not those of tokens"
-    if LAYOUT in kwargs:
-        how = "shared prefixes" if kwargs[LAYOUT].sp_group.size == 1 else "a sequence that ranks share"
-        return f"with {how}, a model whose loss the trainer computes is not compared"
+    is_above = isinstance(model, PreTrainedModel) and model.base_model is not model
+    if is_above and labels is None and model.get_output_embeddings() is None:
+        if "labels" in inspect.signature(original).parameters:  # of which none can be made up
+            return "it has no LM head"
     for module in model.modules():
         if module._compiled_call_impl is not None:
             return f"its {name_of(module)} is compiled"

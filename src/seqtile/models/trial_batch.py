@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqtile.protocols import SHARDED
+from seqtile.protocols import LAYOUT, SHARDED
 
 TOKENS, FEWEST = 28, 6
 IGNORED = -100
@@ -38,25 +38,25 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: value for name, value in given.items() if value is not None and name not in _OF_THE_WHOLE}
     tokens = given.get("input_ids", given.get("inputs_embeds"))
-    if tokens is None or tokens.shape[1] < FEWEST:
-        ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
-        inputs = {"input_ids": ids} | ({"labels": ids} if "labels" in names else {})
-        return TrialBatch(inputs, ids.shape, [MADE_UP])
+    if is_made_up := tokens is None or tokens.shape[1] < FEWEST:
+        tokens = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
+        given = {LAYOUT: given[LAYOUT]} if LAYOUT in given else {}
+        given |= {"input_ids": tokens}
     rows = torch.tensor(sorted({0, tokens.shape[0] - 1}))
     columns = _columns(given, tokens.shape[1])
     cut = {name: _cut(name, value, rows, columns, tokens.shape[:2]) for name, value in given.items()}
     inputs = {name: value for name, value in cut.items() if value is not None}
     sharded = vars(model).get(SHARDED)
-    is_cut = sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole
-    if is_cut and "position_ids" in inputs:
+    if LAYOUT in inputs or (sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole):
         # A rank's tokens as a part of one sequence: consecutive positions, no mask.
-        before, start = inputs["position_ids"], sharded.sp_group.rank * len(columns)
-        positions = torch.arange(start, start + len(columns), device=before.device)
-        inputs["position_ids"] = positions.expand_as(before).contiguous()
+        start = sharded.sp_group.rank * len(columns)
+        positions = torch.arange(start, start + len(columns), device=tokens.device)
+        inputs["position_ids"] = positions.expand_as(inputs.get("position_ids", positions[None])).contiguous()
         inputs.pop("attention_mask", None)
     if "labels" in names:
         _add_labels(inputs)
-    return TrialBatch(inputs, torch.Size((len(rows), len(columns))), [name for name in cut if cut[name] is None])
+    left_out = [MADE_UP] if is_made_up else [name for name in cut if cut[name] is None]
+    return TrialBatch(inputs, torch.Size((len(rows), len(columns))), left_out)
 
 
 def _add_labels(inputs: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from seqtile.models.trial_ranks import Ranks
 from seqtile.models.trial_state import SMALL, State
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.save_early import saved_unseen
-from seqtile.protocols import SHARDED
+from seqtile.protocols import LAYOUT, SHARDED
 
 _ALMOST_NONE = 1e-30  # a rate of dropout or noise that changes nothing; at exactly 0 other code would run
 _RECORDERS = ("deepspeed", "wandb")  # ZeRO-3 records the order of modules
@@ -83,13 +83,15 @@ class Pass:
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model, self.state))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
-                stack.enter_context(sharded.other_batch())
+                stack.enter_context(sharded.other_batch(self.ranks.check_sharing))
             for module, placement in untiled.items():
                 if module is not self.model:  # the model's own forward is called below
                     _run_untiled(module, placement)
             stack.enter_context(self.choices)
             stack.enter_context(chunk_tokens_everywhere(self.chunk_tokens))
             stack.enter_context(self.ranks.gathering())
+            if is_part := LAYOUT in inputs:  # below the hooks that cut a batch
+                inputs = sharded.add_layout(self.model, (), inputs)[1]
             leaves = self._leaves()
             for name, before in self.main_grads.items():
                 leaves[name].main_grad = before.clone()
@@ -97,7 +99,7 @@ class Pass:
             for name, before in self.main_grads.items():
                 added = 2 * (leaves[name].main_grad - before)  # hooks have doubled all gradients but these
                 found[name] = added if found[name] is None else found[name] + added
-            if sharded is not None and sharded.takes_whole:  # each rank has a part of the gradients, or all
+            if sharded is not None and sharded.takes_whole and not is_part:  # each rank has a part of them, or all
                 found = {name: value if value is None else sharded.averaged(value) for name, value in found.items()}
             if not self.main_grads:
                 with_one = [name for name in self.with_main_grad if found.get(name) is not None]

@@ -4,8 +4,9 @@
             forward is running, are gathered again at the end of each pass.
     ZeRO-3  records the order of modules with its hooks, so they are removed. Modules in a list, such as layers, are
             gathered one at a time, in the forward and in the backward; all others for the whole pass.
+    sp      sends tokens between ranks inside of layers.
 
-Before each of these gathers the ranks tell each other if one has failed; otherwise the others would wait for ever.
+Before each of these the ranks tell each other if one has failed; otherwise the others would wait for ever.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,19 +47,31 @@ class Ranks:
         running = (state for state in self._states() if state._training_state.name == "FORWARD")
         self._running = [module for state in running for module in state._modules]
         self.together = run_together(model)
-        self._groups = self._groups_of_ranks()
+        sharded = vars(model).get(SHARDED)
+        self._sharing = [] if sharded is None or sharded.sp_group.size == 1 else [sharded.sp_group.group]
+        self._groups = list(dict.fromkeys([*self._sharing, *self._groups_of_ranks()]))
         devices = [tensor.device for tensor in (*tensors, *model.parameters())]
         self._device = max(devices, key=lambda device: device.type != "cpu")  # the first that is not a CPU, if any
         self._block: _Partitioned = []
 
     def any(self, is_so: bool) -> bool:
         """Returns whether `is_so` is True on any rank. A collective: every rank must call it."""
-        if not self._groups:
+        return self._any_of(self._groups, is_so)
+
+    def _any_of(self, groups: list[dist.ProcessGroup], is_so: bool) -> bool:
+        if not groups:
             return is_so
         flag = torch.tensor(float(is_so), device=self._device)
-        for group in self._groups:
+        for group in groups:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
+
+    def check_sharing(self) -> None:
+        """Raises OtherRankFailed if another of the ranks that share a sequence has failed. Called before each of their
+        collectives: within a layer the others would wait for ever."""
+        if self._any_of(self._sharing, False):
+            self._any_of([group for group in self._groups if group not in self._sharing], True)
+            raise OtherRankFailed("another rank failed")
 
     @contextmanager
     def stop_together(self) -> Iterator[None]:
@@ -111,9 +124,7 @@ class Ranks:
         meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         groups += [each.ds_process_group for each in parameters if "ds_id" in vars(each)]
-        sharded = vars(self.model).get(SHARDED)
-        groups += [] if sharded is None else [sharded.sp_group.group]
-        return [group for group in dict.fromkeys(groups) if group is not None and group.size() > 1]
+        return [group for group in groups if group is not None and group.size() > 1]
 
     def _states(self) -> list[Any]:
         """Returns the states of the FSDP2 modules that run with this model's, also of those around it."""

@@ -107,7 +107,8 @@ class State:
             is_record = isinstance(thing, type) and issubclass(thing, _RECORDS)
             return is_record or _keeps_nothing(thing.__name__ if isinstance(thing, ModuleType) else thing.__module__)
         if isinstance(thing, FunctionType):
-            if is_known_home(home_of(thing)):
+            home = home_of(thing)
+            if is_known_home(home) or home.startswith("trl."):  # such as the forward that TRL puts around a model's
                 return True
             if _sets_others_variables(thing.__code__):
                 return False

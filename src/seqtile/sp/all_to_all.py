@@ -143,7 +143,7 @@ class AllToAll:
         for _, part, place in self._places(sources, sent, not to_heads):
             place.copy_(part)
         received = sent.new_empty(sum(counts))
-        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.sp_group.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.sp_group.started(), async_op=True)
 
         def wait() -> list[Tensor]:
             nonlocal sent, received

@@ -100,7 +100,7 @@ def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHoo
     AttentionInterface.register(NAME, ulysses_attention)
     watch_sdpa()
     layers = len(recurrent) or cut_at.config.get_text_config().num_hidden_layers
-    setattr(model, SHARDED, kind(model, cut_at, ctx, layers))
+    kind(model, cut_at, ctx, layers)
 
 
 def restore(model: PreTrainedModel) -> None:
@@ -110,7 +110,6 @@ def restore(model: PreTrainedModel) -> None:
     applied = vars(model).get(SHARDED)
     if applied is None or applied.sp_group is ALONE:
         return
-    del vars(model)[SHARDED]
     applied.remove()
     if applied.min_tokens is not None:
         share_prefixes(model, applied.min_tokens)

@@ -92,7 +92,7 @@ class UlyssesAttention(SequenceParallelAttention):
 
         def largest() -> int:
             found = torch.tensor(size, device=device_of(sp_group))
-            dist.all_reduce(found, dist.ReduceOp.MAX, sp_group.group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, sp_group.started())
             return int(found)
 
         return self.layout.once(("largest", self.window), largest)

@@ -58,6 +58,6 @@ class Balance(NamedTuple):
             probability = probability + (probabilities.float() * weight[:, None]).sum(0)
         tokens = weight.sum() * len(router_logits)
         sums = torch.cat([chosen, probability.detach(), tokens[None]])
-        dist.all_reduce(sums, group=sp_group.group)
+        dist.all_reduce(sums, group=sp_group.started())
         of_all = sums[experts:-1] - probability.detach() + probability  # the gradient is that of this rank's tokens
         return experts * (sums[:experts] / sums[-1] * (of_all / sums[-1])).sum()

@@ -1,6 +1,7 @@
 """Groups of ranks that hold the shards of the same sequences, and their collectives."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,13 @@ class SequenceParallel:
     """The index of the group's replica, the rank for a sampler; without named axes that of the group."""
     data_parallel_size: int
     """The number of replicas, for a sampler."""
+    before: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
+    """Called before each collective of a forward or a backward."""
+
+    def started(self) -> dist.ProcessGroup | None:
+        """Returns the process group, for a collective that starts now."""
+        self.before()
+        return self.group
 
     def __deepcopy__(self, memo: dict) -> "SequenceParallel":
         return self  # a copy of a model is sharded over the same ranks
@@ -106,7 +114,7 @@ def gather(tensor: Tensor, sp_group: SequenceParallel) -> list[Tensor]:
     if sp_group is ALONE:
         return [tensor.detach()]
     found = [torch.empty_like(tensor) for _ in range(sp_group.size)]
-    dist.all_gather(found, tensor.contiguous(), group=sp_group.group)
+    dist.all_gather(found, tensor.contiguous(), group=sp_group.started())
     return found
 
 
@@ -114,7 +122,7 @@ def add_up(tensor: Tensor, sp_group: SequenceParallel) -> Tensor:
     """Returns the sum of each rank's tensor. Without gradients."""
     total = tensor.detach().contiguous().clone()
     if sp_group is not ALONE:
-        dist.all_reduce(total, group=sp_group.group)
+        dist.all_reduce(total, group=sp_group.started())
     return total
 
 

@@ -11,7 +11,7 @@
 If the base model is called by itself, add_layout finds the layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seqtile.protocols import CHOICE
+from seqtile.ops.state import exchanged
+from seqtile.protocols import CHOICE, SHARDED
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME
 from seqtile.sp.balance import Balance
@@ -36,7 +37,7 @@ class ShardingHooks:
 
     takes_whole = False
     """See `seqtile.protocols.ShardedSequences`."""
-    of_forward = "layout"
+    of_forward = "layout last_position"
     """The attributes that belong to the running forward."""
     expected = (
         f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "
@@ -46,8 +47,8 @@ class ShardingHooks:
     """The expected batch, for error messages."""
 
     def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
-        self.model, self.sp_group = model, sp_group
-        """The model whose forward is computed over ranks: the given one, or a part of it."""
+        self.given, self.model, self.sp_group = given, model, sp_group
+        """The given model; the model whose forward is computed over ranks: the given one, or a part of it."""
         self.layers = layers
         """The number of modules that mix tokens."""
         self.implementation = model.config._attn_implementation
@@ -63,6 +64,9 @@ class ShardingHooks:
         self.replaced: list[Recurrence | CompressedKeys] = []
         """The replaced functions of layers."""
         base = model.base_model
+        for module in given.modules():
+            if base in module.modules():  # it may be called by itself
+                setattr(module, SHARDED, self)
         self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
             model.register_forward_hook(self.finish, with_kwargs=True, prepend=self.takes_whole),
@@ -101,6 +105,8 @@ class ShardingHooks:
         self.take_chosen_attention()
         for handle in self.handles:
             handle.remove()
+        for module in self.given.modules():
+            vars(module).pop(SHARDED, None)
         for module in self.model.modules():
             for name, kind in (("forward", Recurrence), ("expand_kv", CompressedKeys)):
                 if isinstance(vars(module).get(name), kind):
@@ -116,13 +122,14 @@ class ShardingHooks:
         """See `seqtile.protocols.ShardedSequences`."""
 
     @contextmanager
-    def other_batch(self) -> Iterator[None]:
+    def other_batch(self, before: Callable[[], None]) -> Iterator[None]:
         """See `seqtile.protocols.ShardedSequences`."""
         held = {name: getattr(self, name) for name in self.of_forward.split()}
         implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
         self.forget_batch()
         try:
-            yield
+            with exchanged([(vars(self.sp_group), "before", before)]):
+                yield
         finally:
             vars(self).update(held)
             self.model.config._attn_implementation = implementation

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from seqtile.protocols import SHARDED
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.backends import averages_padding, check_has_masks
@@ -50,14 +49,14 @@ class WholeBatches(ShardingHooks):
     """The hooks that cut a batch before the text model and return the hidden states of all its tokens."""
 
     takes_whole = True
-    of_forward = "layout batch_hash position_ids has_gradient calls owners is_compared last_of_batch"
+    of_forward = "layout last_position batch_hash position_ids has_gradient calls owners tree is_compared last_of_batch"
     expected = (
         "the same whole batch on every rank of a group: draw samples by ctx.data_parallel_rank of "
         "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"
     )
 
     def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
-        self.is_alone, self.given = sp_group is ALONE, given
+        self.is_alone = sp_group is ALONE
         super().__init__(given, model, sp_group, layers)
         self.tree: PrefixTree | None = None
         """The prefix tree of the batch in the text model."""
@@ -93,11 +92,11 @@ class WholeBatches(ShardingHooks):
         self.min_tokens = None
         if self.is_alone:
             self.remove()
-            delattr(self.given, SHARDED)
 
     def forget_batch(self) -> None:
         super().forget_batch()
         self.batch_hash, self.position_ids, self.is_compared, self.has_gradient = None, None, False, False
+        self.tree = None
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 from seqtile.models import base_model, first_step
 from seqtile.models.any_layer import LayerArguments
@@ -31,7 +31,7 @@ def test_a_cache_is_not_cut_sharded_or_compared(name: str) -> None:
     with pytest.raises(ValueError, match="a cache is not sharded over ranks"):
         sharding_hooks._check_shard(given, 1, 4)
     sharding_hooks._check_shard({name: None}, 1, 4)
-    assert first_step._not_comparable(build("llama"), [], given) == "it was given a cache"
+    assert first_step._not_comparable(build("llama"), LlamaForCausalLM.forward, [], given) == "it was given a cache"
 
 
 @by_each_name

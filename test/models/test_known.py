@@ -101,7 +101,8 @@ class OwnLora(nn.Module):
         super().__init__()
         self.base = base
         wide, out = base.weight.shape if isinstance(base, nn.Embedding) else reversed(base.weight.shape)
-        self.a, self.b = type(base)(wide, 2), nn.Linear(2, out, bias=False)
+        without = {} if isinstance(base, nn.Embedding) else {"bias": False}  # the gradient of one of keys is zero
+        self.a, self.b = type(base)(wide, 2, **without), nn.Linear(2, out, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.b(self.a(x))

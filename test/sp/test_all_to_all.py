@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqtile.sp.all_to_all import AllToAll
+from seqtile.sp.groups import SequenceParallel
 from sp.test_heads import shapes
 from support.choice import every_pair
 
@@ -51,7 +52,7 @@ def exchanged(plans: list[AllToAll], tensors: list[list[Tensor]], to_heads: bool
 
 
 def plans_of(size: int, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...], local: int) -> list[AllToAll]:
-    groups = [SimpleNamespace(group=rank, rank=rank, size=size) for rank in range(size)]
+    groups = [SequenceParallel(rank, rank, size, 0, 1) for rank in range(size)]
     return [AllToAll(group, q_heads, kv_heads, by_kv, local) for group in groups]
 
 
@@ -159,7 +160,7 @@ def test_one_copy_a_tensor_on_either_side(
     dtypes = [torch.float32 if wide else torch.bfloat16 for wide in is_wide]
     counts = [kv_heads if is_kv else q_heads for is_kv in by_kv]
     here = [numbers(batch, n, 5, 7, dtype=dtype) for n, dtype in zip(counts, dtypes, strict=True)]
-    last = SimpleNamespace(group=size - 1, rank=size - 1, size=size)
+    last = SequenceParallel(size - 1, size - 1, size, 0, 1)
     plan = AllToAll(last, q_heads, kv_heads, by_kv, 5)
     repeated = zip([x.repeat(1, 1, size, 1) for x in here], by_kv, strict=True)
     tensors = here if to_heads else [part_of(x, plan, is_kv) for x, is_kv in repeated]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from seqtile import sp
 from seqtile.sp import all_to_all, attention, backends, layout, segments
 from seqtile.sp.attention import UlyssesAttention
+from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import Layout, bits, documents_of, hash_of, mixed, token_hashes
 from sp import recurrences
 from sp.cases import batch_of_kind
@@ -84,7 +85,7 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(attention, "device_of", lambda sp_group: torch.device("cpu"))
-    of_ranks = Layout(SimpleNamespace(rank=1, size=8, group="ranks"), 5, (((0, 40),),), "sdpa")
+    of_ranks = Layout(SequenceParallel("ranks", 1, 8, 0, 1), 5, (((0, 40),),), "sdpa")
     steps = UlyssesAttention(SimpleNamespace(), of_ranks, None, {}, 8, 8)
     assert [steps.agree_on_max(size) for size in (3, 0)] == [9, 9]
     assert calls == [(dist.ReduceOp.MAX, "ranks")]

@@ -249,7 +249,7 @@ def untiled_run(arguments: list[str], console: Console) -> RunResult | None:
 
 def end_with_parent() -> None:
     """Ends this process when its standard input closes."""
-    Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
+    Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 
 
 @contextmanager

@@ -6,9 +6,9 @@
 the layers' inputs in host memory, on the same weights and data as Hugging Face's model under checkpointing. The truth
 is the untiled model in float32. A step changes each weight by 2 % of its norm: plain SGD would change less than
 bfloat16 can tell apart. So large a step makes much of a small difference: on an H200, the second loss of the untiled
-model was 0.4 % from the tiled one's, and the third 2 %. So later losses are judged by how far the untiled model's are
-from the truth. Says what the first step's comparison found, the losses, how far every gradient of the first step is
-from the truth, and the peak beside the plan. Appends it to FILE, as lines of JSON. Ends with 1 if anything is wrong.
+model was 1.4 % from the truth, and the third 15 %. So the first losses are judged, and the others shown. Says what the
+first step's comparison found, the losses, how far every gradient of the first step is from the truth, and the peak
+beside the plan. Appends it to FILE, as lines of JSON. Ends with 1 if anything is wrong.
 """
 
 import gc
@@ -149,9 +149,8 @@ def steps(shape: Shape, tokens: int) -> Findings:
     except torch.OutOfMemoryError as error:
         yield {"what": "truth", "skipped": f"{TRUTH} is too large, so gradients are not judged: {error}"[:200]}
         return
-    for number, (loss, there, right) in enumerate(zip(ours.losses, theirs.losses, truth.losses, strict=True), 1):
-        allowed = max(OF_LOSS, 3 * abs(there / right - 1))
-        yield Found(f"loss of step {number}, from the truth", abs(loss / right - 1), allowed)
+    yield Found("loss of step 1, from the truth", abs(ours.losses[0] / truth.losses[0] - 1), OF_LOSS)
+    yield {"what": "truth", "losses": truth.losses}
     yield largest(ours, truth, theirs)
 
 

@@ -43,7 +43,7 @@ def attention(name: str, sequence: Sequence, flash: bool) -> Findings:
         yield {"what": what, "skipped": f"it needs about {needed / 1e9:.0f} GB, and {free / 1e9:.0f} are free"}
         return
     long = operands(*sequence)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else around(*long.heads[:2], None):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else around(*long.heads, None):
         chosen = backend(*long.heads)
         yield {"what": f"{what}: begins", "sdpa": chosen}  # all that is left if it takes the process with it
         watch = Watch()

@@ -1,6 +1,7 @@
 """What has been measured on a GPU so far, in words: README's paragraph, and what checks found, on the page of
 benchmarks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -10,15 +11,17 @@ from benchmark.markdown import table
 from benchmark.results import RESULTS, Results, Row
 
 GIB = 2**30
+OTHERS = ("cuDNN by itself",)
+"""Checks of what seqtile works around, which do not count as its own."""
 NOTHING = (
     "**Nothing has run on a GPU yet**: kernels are compiled for GPUs and run in Triton's interpreter; CPU tests check "
     "the numbers."
 )
 
 
-def checks_of(directory: Path) -> list[tuple[Results, str, list[Row]]]:
-    """Of each part that has been checked on a GPU: the newest results, its name and its rows."""
-    found = [(newest_of(part, directory), part) for part in CHECKS]
+def checks_of(directory: Path, parts: Sequence[str] = CHECKS) -> list[tuple[Results, str, list[Row]]]:
+    """Of each of these parts that has been checked on a GPU: the newest results, its name and its rows."""
+    found = [(newest_of(part, directory), part) for part in parts]
     return [(results, part, results.subjects[part].rows) for results, part in found if results]
 
 
@@ -36,11 +39,12 @@ def sentences(directory: Path = RESULTS) -> str:
 
 def of_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
     """What came of all checks, and the peak of the few steps."""
-    results, part, _ = found[0]
+    commits = dict.fromkeys(str(results.subjects[part].commit) for results, part, _ in found)
+    results = found[0][0]
     rows = [row for _, _, rows in found for row in rows]
     judged = [row for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
-    where = f"**On an {results.device}** ({results.date}, commit {results.subjects[part].commit})"
+    where = f"**On an {results.device}** ({results.date}, commit {' and '.join(commits)})"
     link = "[checks](docs/benchmarks.md)"
     verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"all {len(judged)} {link} are right"
     plan = next((row for row in rows if row["what"] == "plan"), None)
@@ -65,10 +69,11 @@ def of_time(directory: Path) -> str:
 def checks(directory: Path = RESULTS) -> list[str]:
     """Returns paragraphs: what each part found; every wrong check; and what else they say."""
     parts = []
-    for results, part, rows in checks_of(directory):
+    for results, part, rows in checks_of(directory, (*CHECKS, *OTHERS)):
         judged = [row for row in rows if "right" in row]
         wrong = [row for row in judged if not row["right"]]
-        about = f"**{part.capitalize()}**: {len(judged) - len(wrong)} of {len(judged)} checks are right"
+        name = part.capitalize() if part in CHECKS else part
+        about = f"**{name}**: {len(judged) - len(wrong)} of {len(judged)} checks are right"
         parts.append(f"{about} ({results.device}, {results.date}, commit {results.subjects[part].commit}).")
         lines = [[row["what"], row["error"], f"{float(row['allowed']):.1e}"] for row in wrong if "error" in row]
         lines += [[row["what"], row.get("why", ""), ""] for row in wrong if "error" not in row]

@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "sdpa: a backend that was switched off is switched on",
-        "without_cudnn",
+        "others_enabled",
         "if is_enabled()]",
         "]",
         SDPA,

@@ -95,14 +95,15 @@ def prefers_cudnn(dtype: str, capability: tuple[int, int] | None) -> str | None:
 
 
 def cudnn_limit(elements: int, keys: int, has_mask: bool) -> str | None:
-    """Says which gradients cuDNN computes wrongly for queries of so many elements, batch and heads included, and so
-    many keys, with a mask or without; None if none are known. Which releases of torch prefer cuDNN says
-    `prefers_cudnn`."""
-    if elements > INT32:
+    """Says which gradients cuDNN computes wrongly for queries, keys or values of so many elements, batch and heads
+    included, and so many keys, with a mask or without; None if none are known. Which releases of torch prefer cuDNN
+    says `prefers_cudnn`."""
+    if elements >= INT32:
         return (
-            f"sdpa: queries of {elements:,} elements are more than 2**31, for which cuDNN computes wrong gradients of "
-            "queries (measured with cuDNN 9.19 on an H200: off by 11 %). Another kernel computes them, in about twice "
-            'the time. By groups of heads cuDNN is right, and fast: layer=True, head_groups="auto"'
+            f"sdpa: batch x heads x tokens x head width is {elements:,}, not less than 2**31, for which cuDNN computes "
+            "wrong gradients of queries and keys (measured with cuDNN 9.19 on an H200: off by 11 to 58 %). Another "
+            "kernel computes them, in about twice the time. By groups of heads cuDNN is right, and fast: layer=True, "
+            'head_groups="auto"'
         )
     if has_mask and keys % 128 == 64:
         return (

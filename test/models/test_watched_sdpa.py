@@ -1,5 +1,7 @@
 """cuDNN is left out of sdpa where its gradients are wrong: in any attention of a model's, tiled or not."""
 
+import time
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
+from models.layered import small_of
 from seqtile import limits, sdpa
 from seqtile.limits import cudnn_limit
 from seqtile.renamed import enable_checkpointing
@@ -23,9 +26,9 @@ TOKENS = 72
 
 
 def test_what_is_wrong() -> None:
-    """Measured on an H200: right at 2**31 elements of queries, wrong from a little more on; the masks by PyTorch's
-    issue 196678."""
-    assert cudnn_limit(2**31, 2**19, False) is None and "2**31" in cudnn_limit(2**31 + 1, 2**19, False)
+    """Measured on an H200: right at 523,264 x 4,096 elements, a little below 2**31, and wrong at 525,312 x 4,096; the
+    masks by PyTorch's issue 196678."""
+    assert cudnn_limit(2**31 - 1, 2**19, False) is None and "2**31" in cudnn_limit(2**31, 2**19, False)
     assert [keys for keys in range(1, 400) if cudnn_limit(8, keys, True)] == [64, 192, 320]
     assert cudnn_limit(8, 64, False) is None
 
@@ -65,12 +68,64 @@ def test_long_queries(
     model(ids, labels=ids).loss.backward()
     assert all(seen) and not said
     q = TOKENS * model.config.hidden_size // options.get("head_groups", 1)
-    for limit, is_wrong in ((q, False), (q - 1, True)):
+    for limit, is_wrong in ((q + 1, False), (q, True)):
         monkeypatch.setattr(limits, "INT32", limit)
         seen.clear()
         model(ids, labels=ids).loss.backward()
         assert set(seen) == {not is_wrong} and len(seen) >= 2 * model.config.num_hidden_layers
-    assert f"queries of {q:,} elements" in said[0] and "head_groups" in said[0]
+    assert f"head width is {q:,}, not less" in said[0] and "head_groups" in said[0]
+    seen.clear()
+    with torch.no_grad():
+        model.eval()(ids)
+    assert all(seen), "there is no gradient"
+
+
+@pytest.mark.parametrize("arch", ["llama", "afmoe", "doge"])
+def test_as_models_call_it(arch: str, seen: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pass the mask, or all, by keyword."""
+    monkeypatch.setattr(limits, "INT32", 1)
+    seqtile.apply_seqtile(build("llama"))
+    model = small_of(arch).train()
+    model.set_attn_implementation("sdpa")
+    ids = torch.randint(60, (1, TOKENS))
+    model(ids).logits.sum().backward()
+    assert seen and not any(seen)
+
+
+def test_every_argument_by_its_name(seen: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_sdpa()
+    q, module = torch.randn(1, 2, 64, 8), SimpleNamespace(training=True)
+    given = {"module": module, "query": q, "key": q, "value": q, "scaling": 1.0, "is_causal": False}
+    ALL_ATTENTION_FUNCTIONS["sdpa"](**given)
+    ALL_ATTENTION_FUNCTIONS["sdpa"](**given, attention_mask=torch.ones(1, 1, 64, 64, dtype=torch.bool))
+    ALL_ATTENTION_FUNCTIONS["sdpa"](**given, position_bias=torch.randn(1, 2, 64, 64))
+    monkeypatch.setattr(limits, "INT32", 10)
+    ALL_ATTENTION_FUNCTIONS["sdpa"](**given | {"query": q[..., :1, :1], "key": q[..., :1], "value": q})
+    assert seen == [True, False, False, False]
+
+
+def test_no_other_kernel_is_enabled(seen: list[bool], said: list[str]) -> None:
+    q, mask = torch.randn(1, 2, 64, 8), torch.ones(1, 1, 64, 64, dtype=torch.bool)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]), sdpa.around(q, q, q, mask):
+        assert cuda.cudnn_sdp_enabled()
+    assert "so cuDNN computes it" in said[0]
+
+
+def test_threads_that_leave_cudnn_out_together() -> None:
+    """The switches are the process's: each thread finds cuDNN off, and it is on in the end."""
+    found: list[bool] = []
+
+    def leave_out() -> None:
+        with sdpa.without_cudnn():
+            time.sleep(0.01)
+            found.append(cuda.cudnn_sdp_enabled())
+
+    threads = [Thread(target=leave_out) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [False] * 4 and cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(("tokens", "is_wrong"), [(64, True), (63, False), (128, False), (192, True)])
@@ -90,13 +145,16 @@ def test_masks(tokens: int, is_wrong: bool, seen: list[bool], said: list[str]) -
 def test_a_mask_that_the_other_kernel_misreads(
     seen: list[bool], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuDNN stays: NaN are rarer, and seen."""
+    """cuDNN stays: NaN are rarer, and seen. Where its gradients would be wrong without a word, it is an error."""
     monkeypatch.setattr(limits, "UINT32", 64 * 64 - 1)
     monkeypatch.setattr(limits, "limit_of", lambda kernel, attention: ("torch 2.12", "torch 2.13 or later"))
     q, mask = torch.randn(1, 2, 64, 8), torch.ones(1, 1, 64, 64, dtype=torch.bool)
-    with sdpa.around(q, q, mask):
+    with sdpa.around(q, q, q, mask):
         assert cuda.cudnn_sdp_enabled()
     assert not said
+    monkeypatch.setattr(limits, "INT32", q.numel())
+    with pytest.raises(ValueError, match=r"wrong gradients .* And|But .* has more than 2\*\*32 elements"):
+        sdpa.around(q, q, q, mask)
 
 
 def test_one_function_for_the_process(seen: list[bool]) -> None:
@@ -132,6 +190,10 @@ def test_where_torch_prefers_cudnn(
     assert sdpa.may_choose_cudnn("sdpa", q) is may and not sdpa.may_choose_cudnn("eager", q)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert not sdpa.may_choose_cudnn("sdpa", q)
+    if dtype == torch.float32:  # which autocast would cast, as it does queries after RoPE
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+        assert sdpa.may_choose_cudnn("sdpa", q)
 
 
 @pytest.mark.gpu

@@ -6,11 +6,10 @@
 It compares the attributes of the module and its submodules, the contents of their dicts and lists (hooks, children,
 parameters, adapters), the classes and their forwards, all globals that the forwards name, torch's functions, whether
 autocast is on, and the active TorchFunctionModes. The comparison does not walk the module tree, and calls no Python
-function. Hooks it refers to weakly, so that what one holds is freed when it is removed.
+function. Hooks of forward and backward it refers to weakly, so that what one holds is freed when it is removed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import chain, product
 from operator import attrgetter, is_
 from types import FunctionType
@@ -25,7 +24,7 @@ from transformers.utils import logging
 
 from seqtile.declared import tokenwise
 from seqtile.models.forms import unbound
-from seqtile.models.hooks import hooks_of
+from seqtile.models.hooks import each_hook, hooks_of
 from seqtile.models.known import CALLED, UNKNOWN
 from seqtile.models.placement import placement_of
 from seqtile.ops.save_early import saved_unseen
@@ -106,10 +105,15 @@ class Verdicts:
             pass
         with saved_unseen():  # a checkpoint counts what is saved
             verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
-        with suppress(TypeError):
-            if all(isinstance(weight, nn.Parameter) for weight in module.parameters()):
-                self._kept[module] = _Kept(verdict, module, dtype)  # weights by functional_call are not kept alive here
+        # Weights by functional_call are not kept alive here.
+        if all(isinstance(weight, nn.Parameter) for weight in module.parameters()) and _are_weak(module):
+            self._kept[module] = _Kept(verdict, module, dtype)
         return verdict
+
+
+def _are_weak(module: nn.Module) -> bool:
+    """Returns whether all hooks on a module, inside it and on all modules can be referred to weakly."""
+    return all(type(hook).__weakrefoffset__ for inner in (*module.modules(), None) for hook in each_hook(inner))
 
 
 class _Kept:

@@ -28,6 +28,7 @@ from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
 from seqtile.recipes import CheckOptions, EvaluateOptions
+from seqtile.recipes.help import print_help
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -50,8 +51,9 @@ def seqtile(
     ] = False,
 ) -> None:
     """Fine-tune Hugging Face models on long documents, with a loss and MLPs whose memory does not grow with length."""
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which tells what it could not load
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # which tell what they could not load
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # it sets its own level
 
 
 def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -107,6 +109,9 @@ def finetune(context: typer.Context) -> None:
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
+    if {"--help", "-h"} & set(context.args):
+        print_help(of_output(highlight=False))
+        return
     local_rank = os.environ.get("LOCAL_RANK")
     console, got = Console(quiet=local_rank not in (None, "0"), soft_wrap=True, highlight=False), None
     with errors_printed(console):

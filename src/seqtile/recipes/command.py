@@ -1,6 +1,5 @@
 """`seqtile finetune` from its command line: help, options, run."""
 
-import logging
 import warnings
 
 import datasets
@@ -9,16 +8,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from seqtile.recipes.finetune import end_with_parent
 from seqtile.recipes.finetune import finetune as run
-from seqtile.recipes.options import parsed
+from seqtile.recipes.options import Parser, parsed
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
     """Runs the command; returns the signal that ended it early, None if none did."""
-    for name in ("bitsandbytes", "deepspeed", "DeepSpeed"):  # what they could not load, and what they found
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "`gradient_checkpointing.*is deprecated")
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated")  # TRL's own use of the older name
     disable_progress_bar()
     datasets.disable_progress_bars()
+    if "--help-all" in arguments:
+        Parser().print_help()
+        return None
     asked = parsed(arguments)
     if asked.own.untiled:
         end_with_parent()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,6 +60,8 @@ def finetune(asked: Asked, arguments: list[str], console: Console) -> int | None
         if own.untiled:
             return watch.got
         print_table(report, console)
+        if watch.result.note is not None:
+            console.print(f"note: {watch.result.note}")
         console.print(f"model, report.json and report.png are in {place}", markup=False)
     if place != output:
         raise OSError(f"the model could not be saved in {output}; it is in {place}")
@@ -103,10 +106,23 @@ def trained(asked: Asked, console: Console) -> tuple[Watch, Tuner, Path]:
         check_finite(trainer.model)
         model, result = trainer.accelerator.unwrap_model(trainer.model), watch.result
         result.status = "untiled" if own.untiled else str(seqtile.status(model))
+        result.note = None if own.untiled else no_layer_tiled(model, asked)
         result.tokens_per_second = len(result.losses) * watch.tokens / sum(result.step_seconds)
         place = saved(trainer, Path(training.output_dir), own.merge, watch)
         result.saved = str(place / "model")
     return watch, trainer, place
+
+
+def no_layer_tiled(model: Any, asked: Asked) -> str | None:
+    """Returns that no layer was tiled, and why, where the sequence, or a rank's part of it, is no longer than a
+    chunk."""
+    status = seqtile.status(model)
+    sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.untiled_tokens]
+    tokens = math.ceil(asked.training.max_length / asked.own.sequence_parallel)
+    if not sizes or tokens > min(sizes):
+        return None
+    tokens_are = f"{tokens:,} tokens are no more than a chunk of {min(sizes):,}"
+    return f"no layer was tiled, since {tokens_are}; pass a longer --seq-len"
 
 
 def checkpoint_to_go_on_from(asked: Asked) -> str | None:

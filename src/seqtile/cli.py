@@ -117,8 +117,7 @@ def finetune(context: typer.Context) -> None:
     with errors_printed(console):
         got = recipe("command", "finetune")(context.args, console)
     if got is not None:
-        signal.signal(got, signal.SIG_DFL)
-        os.kill(os.getpid(), got)
+        end_by(got)
     end_rank(None if local_rank is None else int(local_rank))
 
 
@@ -134,6 +133,13 @@ def evaluate(asked: EvaluateOptions) -> None:
         found = recipe("evaluate", "evaluate")(asked)
     console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found), markup=False)
     end_rank(asked.local_rank)
+
+
+def end_by(number: int) -> None:
+    """Ends this process as the signal would have, so that whoever sent it sees that."""
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def recipe(module: str, name: str) -> Callable[..., Any]:

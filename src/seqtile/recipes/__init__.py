@@ -75,7 +75,7 @@ class EvaluateOptions:
 
 def number_or_name(option: str | None) -> int | str | None:
     """Returns --head-groups as seqtile takes it: a number, auto or None."""
-    return int(option) if option and option.isdigit() else option
+    return int(option) if option and option.isascii() and option.isdigit() else option
 
 
 def check_output(directory: Path, sizes: dict[str, int]) -> None:

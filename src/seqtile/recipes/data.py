@@ -218,9 +218,8 @@ def dataset_of(asked: "Asked", tokenizer: PreTrainedTokenizerBase) -> tuple[Data
             files = list(map(str, paths))
             rows = load_dataset(*kinds, data_files=files, split="train", cache_dir=cache, keep_in_memory=True)
         if columns := _without_text(rows.column_names, training.dataset_text_field):
-            raise ValueError(
-                f"--data: {paths[0]} has the columns {columns}; TRL trains messages, prompt with completion, or text"
-            )
+            expected = "expected messages, prompt with completion, or text"
+            raise ValueError(f"--data: {paths[0]} has the columns {columns}, {expected}, which TRL trains")
         return rows, None, f"data: {counted(len(rows), 'row')} of {', '.join(rows.column_names)}"
     a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
     groups = training.world_size // asked.own.sequence_parallel

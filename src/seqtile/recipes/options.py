@@ -108,7 +108,8 @@ class TrainingOptions(SFTConfig):
         if self.use_cpu and "LOCAL_RANK" in os.environ:
             self.ddp_backend = "gloo"
         self.disable_tqdm = True
-        self.learning_rate = FULL_RATE if self.learning_rate is None else self.learning_rate
+        self.has_own_rate = self.learning_rate is not None
+        self.learning_rate = self.learning_rate if self.has_own_rate else FULL_RATE
         super().__post_init__()
 
 
@@ -165,13 +166,12 @@ class Parser(TrlParser):
 def parsed(arguments: list[str]) -> Asked:
     """Returns the options of a command line, and of the YAML file that it names. Raises ValueError for what cannot
     work."""
-    device = device_in(arguments)
+    device = named(arguments, "device")
     if device == "cpu":
         arguments = [*arguments, "--use_cpu"]
     elif device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
     parser = Parser()
-    rate = named(arguments, "learning_rate")
     own, training, model, script, mixture, unknown = parser.parse_args_and_config(
         arguments, return_remaining_strings=True
     )
@@ -179,7 +179,7 @@ def parsed(arguments: list[str]) -> Asked:
         parser.error(f"there is no option {unknown[0]}")
     if own.untiled:
         own = replace(own, layer=False, head_groups=None, offload=False, fit=False, merge=False)
-    if model.use_peft and rate is None and training.learning_rate == FULL_RATE:
+    if model.use_peft and not training.has_own_rate:
         training.learning_rate = LORA_RATE
     if model.dtype is None:
         model.dtype = "bfloat16" if (model.use_peft or model.load_in_4bit) and training.bf16 else "float32"
@@ -199,7 +199,3 @@ def named(arguments: list[str], option: str) -> str | None:
         if name in names:
             return value if is_joined else next(iter(arguments[i + 1 :]), None)
     return None
-
-
-def device_in(arguments: list[str]) -> str | None:
-    return named(arguments, "device")

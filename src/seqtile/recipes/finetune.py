@@ -148,7 +148,7 @@ def checkpoint_to_go_on_from(asked: Asked) -> str | None:
         name = changed[0]
         raise ValueError(f"--resume: {name} was {found['options'][name]} and is {now[name]} now; pass the same options")
     state = json.loads((Path(last) / "trainer_state.json").read_text())
-    schedule = str(asked.training.lr_scheduler_type)
+    schedule = str(asked.training.lr_scheduler_type).lower()
     if asked.training.max_steps not in (-1, state["max_steps"]) and "constant" not in schedule:
         raise ValueError(
             f"--resume: the run has {state['max_steps']} steps, and --steps is {asked.training.max_steps} now; another "

@@ -49,6 +49,10 @@ class OwnOptions:
         expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
         expect("--head-groups", groups == "auto" or not isinstance(groups, str), "a number or auto", groups)
         expect("--save-every", every is None or every >= 1, "at least 1, or none", every)
+        if not alone:
+            divides = shared_by >= 1 and training.world_size % shared_by == 0
+            ranks = f"a divisor of the {training.world_size} processes"
+            expect("--sequence-parallel", divides, ranks, shared_by)
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         chosen, on_cpu = self.fit and (self.layer or self.offload), self.offload and training.use_cpu
         for wrong, message in (

@@ -1,0 +1,67 @@
+"""A fine-tuned model is saved with all that it computes with, of every type that has more than weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.layered import small_of
+from recipes.cases import on_rank
+from recipes.tiny_pretrained import save_tiny
+from seqtile.models.model_types import model_types
+
+CHECKED = ("glm4_moe", "deepseek_v3", "minimax_m2")
+
+
+def with_buffers() -> list[str]:
+    """The types with persistent buffers, such as routers' biases."""
+    found = []
+    for model_type in model_types():
+        try:
+            model = small_of(model_type)
+        except Exception:  # needs a package, or a GPU
+            continue
+        if set(model.state_dict()) - set(dict(model.named_parameters())):
+            found.append(model_type)
+    return found
+
+
+def survives(model_type: str, directory: Path) -> None:
+    """The saved model loads, and has what the trained one had: its loss on the last batch is the trained model's."""
+    save_tiny(directory / "start")
+    model = small_of(model_type, vocab_size=100)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(torch.rand_like(buffer) * 0.1)
+    model.save_pretrained(directory / "start")
+    buffers = set(model.state_dict()) - set(dict(model.named_parameters()))
+    assert buffers, model_type
+    (directory / "book.txt").write_text("a long document, " * 60)
+    job = ("--model", directory / "start", "--data", directory / "book.txt", "--seq-len", 40, "--steps", 2)
+    code, said = on_rank(*job, "--save-every", 1, "--output", directory / "run")
+    assert code == 0, said
+    saved = AutoModelForCausalLM.from_pretrained(directory / "run" / "model", dtype=torch.float32)
+    state = saved.state_dict()
+    for name in buffers:
+        assert state[name].equal(model.state_dict()[name]), name
+    last = AutoModelForCausalLM.from_pretrained(directory / "run" / "checkpoint-2", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(directory / "run" / "model")("a long document", return_tensors="pt").input_ids
+    losses = [each.eval()(ids, labels=ids).loss.item() for each in (saved, last)]
+    assert losses[0] == losses[1] and json.loads((directory / "run" / "report.json").read_text())["steps"] == 2
+
+
+@pytest.mark.full("2 s each", but=CHECKED)
+@pytest.mark.parametrize("model_type", CHECKED)
+def test_buffers(model_type: str, tmp_path: Path) -> None:
+    survives(model_type, tmp_path)
+
+
+@pytest.mark.full("a minute and more")
+def test_every_type_with_buffers(tmp_path: Path) -> None:
+    names = with_buffers()
+    assert set(CHECKED) <= set(names) and len(names) >= 20
+    for name in names:
+        survives(name, tmp_path / name)

@@ -104,7 +104,9 @@ def errors_printed(console: Console) -> Iterator[None]:
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def finetune(context: typer.Context) -> None:
+def finetune(
+    context: typer.Context, local_rank: Annotated[int | None, typer.Option(envvar="LOCAL_RANK", hidden=True)] = None
+) -> None:
     """Trains a causal LM on long documents or chats: TRL's SFT with seqtile in it. All of TRL's options are taken.
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
@@ -112,13 +114,12 @@ def finetune(context: typer.Context) -> None:
     if {"--help", "-h"} & set(context.args):
         print_help(of_output(highlight=False))
         return
-    local_rank = os.environ.get("LOCAL_RANK")
-    console, got = Console(quiet=local_rank not in (None, "0"), soft_wrap=True, highlight=False), None
+    console, got = Console(quiet=local_rank not in (None, 0), soft_wrap=True, highlight=False), None
     with errors_printed(console):
-        got = recipe("command", "finetune")(context.args, console)
+        got = recipe("command", "finetune")(context.args, console, local_rank is not None)
     if got is not None:
         end_by(got)
-    end_rank(None if local_rank is None else int(local_rank))
+    end_rank(local_rank)
 
 
 @command

@@ -11,7 +11,7 @@ from seqtile.recipes.finetune import finetune as run
 from seqtile.recipes.options import Parser, parsed
 
 
-def finetune(arguments: list[str], console: Console) -> int | None:
+def finetune(arguments: list[str], console: Console, on_ranks: bool = False) -> int | None:
     """Runs the command; returns the signal that ended it early, None if none did."""
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated")  # TRL's own use of the older name
     disable_progress_bar()
@@ -19,7 +19,7 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     if "--help-all" in arguments:
         Parser().print_help()
         return None
-    asked = parsed(arguments)
+    asked = parsed(arguments, on_ranks)
     if asked.own.untiled:
         end_with_parent()
     return run(asked, arguments, console)

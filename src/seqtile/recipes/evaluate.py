@@ -1,22 +1,22 @@
 """The job of `seqtile evaluate`: a model and text files, evaluated on this process or on ranks that share documents."""
 
 import io
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import seqtile
 from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
-from seqtile.recipes import EvaluateOptions, Job
+from seqtile.recipes import EvaluateOptions
 from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, read_of, read_text
 from seqtile.recipes.output import write_figures
-from seqtile.recipes.state import rank
-from seqtile.recipes.train import sequence_group
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +28,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     Raises ValueError for bad input, and OSError where the output cannot be written.
     """
     device = device_of(asked.device)
-    job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
-    with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
+    with nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank) as ctx:
         with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
             config = load_config(asked.model, "MODEL")
             documents, text_bytes = _documents(asked)
@@ -42,16 +41,27 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         if ctx is not None:
             sp.apply_ulysses(model, ctx, batches="whole")
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
+        with Progress(*columns, transient=True, disable=bool(asked.local_rank) or asked.as_json) as progress:
             bar = progress.add_task("", total=None)
             given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
             given["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
             found = evaluate_model(model, documents, **given)
-        if asked.output is not None and rank() == 0:
+        if asked.output is not None and (ctx is None or dist.get_rank() == 0):
             asked.output.mkdir(parents=True, exist_ok=True)
             title = f"{asked.model}: {', '.join(file.name for file in asked.text)}"
             write_figures(asked.output / "evaluation", found.figures(), partial(picture, found, title))
     return found
+
+
+@contextmanager
+def shared_by_ranks(device: str, local_rank: int) -> Iterator[sp.SequenceParallel]:
+    """Yields the ranks that torchrun started, which share each document."""
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield sp.initialize(dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:

@@ -30,10 +30,11 @@ from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory import Setup
 from seqtile.recipes import check_output, number_or_name, source
-from seqtile.recipes.data import dataset_of, is_out_of_memory, load_config, load_tokenizer, read_of
+from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, read_of
 from seqtile.recipes.memory import return_freed_memory
 from seqtile.recipes.options import Asked
 from seqtile.recipes.output import RunResult, print_table, report_of, write_report, written_beside
+from seqtile.recipes.rows import dataset_of
 from seqtile.recipes.tuner import RESULT, OverRanks, Tuner, Watch, check_finite
 
 UNTILED = "untiled.json"

@@ -1,6 +1,5 @@
 """The options of `seqtile finetune`: TRL's by their own names, and a few of seqtile's. Slow to import."""
 
-import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,7 +41,7 @@ class OwnOptions:
 
     def check(self, training: "TrainingOptions") -> None:
         """Raises ValueError for options that cannot work."""
-        groups, alone, length = number_or_name(self.head_groups), "LOCAL_RANK" not in os.environ, training.max_length
+        groups, alone, length = number_or_name(self.head_groups), training.world_size == 1, training.max_length
         rate, every, shared_by = training.learning_rate, self.save_every, self.sequence_parallel
         expect("--seq-len", length is not None and length >= 2, TWO_TOKENS, length)
         expect("--learning-rate", 0 < rate <= 1, "more than 0 and at most 1, AdamW's step of a weight", rate)
@@ -109,8 +108,6 @@ class TrainingOptions(SFTConfig):
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()
         self.bf16 = not (self.use_cpu or self.fp16) if self.bf16 is None else self.bf16
-        if self.use_cpu and "LOCAL_RANK" in os.environ:
-            self.ddp_backend = "gloo"
         self.disable_tqdm = True
         self.has_own_rate = self.learning_rate is not None
         self.learning_rate = self.learning_rate if self.has_own_rate else FULL_RATE
@@ -167,12 +164,12 @@ class Parser(TrlParser):
         raise ValueError(f"{message}; seqtile finetune --help names the options")
 
 
-def parsed(arguments: list[str]) -> Asked:
-    """Returns the options of a command line, and of the YAML file that it names. Raises ValueError for what cannot
-    work."""
+def parsed(arguments: list[str], on_ranks: bool = False) -> Asked:
+    """Returns the options of a command line, and of the YAML file that it names, of one process or of one of the ranks
+    that torchrun started. Raises ValueError for what cannot work."""
     device = named(arguments, "device")
     if device == "cpu":
-        arguments = [*arguments, "--use_cpu"]
+        arguments = [*arguments, "--use_cpu", *(("--ddp_backend", "gloo") if on_ranks else ())]
     elif device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
     parser = Parser()

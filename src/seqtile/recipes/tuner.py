@@ -3,7 +3,6 @@ lost to a signal, a full disk or a loss that is not finite."""
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress
 from torch import nn
@@ -125,9 +125,9 @@ class Watch(TrainerCallback):
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.got == number == signal.SIGINT and "LOCAL_RANK" not in os.environ:
+        if self.got == number == signal.SIGINT and not dist.is_initialized():
             raise KeyboardInterrupt
-        if self.got is None and "LOCAL_RANK" not in os.environ:
+        if self.got is None and not dist.is_initialized():
             self.say("interrupted: after this step the model is saved; Ctrl-C again ends it at once")
         self.got = number
 

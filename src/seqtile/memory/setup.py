@@ -13,7 +13,7 @@ from typing import Any
 from seqtile.arch import ARCHS, Arch
 
 GIB = 2**30
-MOST = 2**60
+MOST = 2**60  # of a count: the bytes of more would overflow a float
 FLOAT = 4
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
@@ -31,7 +31,7 @@ def expect(name: str, right: object, expected: str, got: object) -> None:
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Returns whether `value` is an int of at least `least`, and no absurd one, whose bytes no float can count."""
+    """Returns whether `value` is an int of at least `least` and less than `MOST`."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < MOST
 
 
@@ -81,7 +81,7 @@ class Setup:
     """True: bitsandbytes quantizes the projections of attention and MLP to 4 bits (NF4, double quantization), and each
     part dequantizes its own while it runs. They are frozen, so `lora_rank` is required."""
     gpu_memory_gib: float = 80
-    """Memory of a GPU that a step may fill: four fifths of its size, see `memory.room`."""
+    """GiB of a GPU that a step may fill; `memory.room` leaves a fifth of a GPU's size free."""
     host_memory_gib: float = 1900
     """Memory of a node."""
     gpus_per_node: int = 8

@@ -28,7 +28,8 @@ from rich.text import Text
 from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
-from seqtile.recipes import CheckOptions, EvaluateOptions, Job
+from seqtile.recipes import CheckOptions, EvaluateOptions
+from seqtile.recipes.help import print_help
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -111,17 +112,23 @@ def errors_printed(console: Console) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-@command
-def finetune(job: Job) -> None:
-    """Trains all parameters of a causal LM on long documents.
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def finetune(
+    context: typer.Context, local_rank: Annotated[int | None, typer.Option(envvar="LOCAL_RANK", hidden=True)] = None
+) -> None:
+    """Trains a causal LM on long documents or chats: TRL's SFT with seqtile in it. All of TRL's options are taken.
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
-    console = of_output(quiet=job.local_rank not in (None, 0))
+    if {"--help", "-h"} & set(context.args):
+        print_help(of_output())
+        return
+    console, got = of_output(quiet=local_rank not in (None, 0)), None
     with errors_printed(console):
-        job.check()
-        recipe("finetune")(job, console)
-    end_rank(job.local_rank)
+        got = recipe("command", "finetune")(context.args, console, local_rank is not None)
+    if got is not None:
+        end_by(got)
+    end_rank(local_rank)
 
 
 @command
@@ -133,17 +140,25 @@ def evaluate(asked: EvaluateOptions) -> None:
     console = of_output(quiet=asked.local_rank not in (None, 0))
     with errors_printed(console):
         asked.check()
-        found = recipe("evaluate")(asked)
+        found = recipe("evaluate", "evaluate")(asked)
     console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found))
     end_rank(asked.local_rank)
 
 
-def recipe(name: str) -> Callable[..., Any]:
-    """Returns the function of this name in the module of recipes of this name, which is slow to import."""
+def end_by(number: int) -> None:
+    """Ends this process as the signal would have, so that whoever sent it sees that."""
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def recipe(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a module of recipes, which is slow to import."""
     try:
-        return getattr(import_module(f"seqtile.recipes.{name}"), name)
+        return getattr(import_module(f"seqtile.recipes.{module}"), name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
+        extra = "demo" if module == "evaluate" else "finetune"
+        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[{extra}]'") from error
 
 
 def end_rank(local_rank: int | None) -> None:

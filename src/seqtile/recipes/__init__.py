@@ -15,7 +15,6 @@ from typing import Any
 from seqtile.memory.setup import expect
 
 DEFAULT_MODEL = "smollm2-135m"
-SHARDS = ("fsdp2", "zero3")
 DEVICES = (None, "cpu", "cuda")
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # NAME or OWNER/NAME
 TWO_TOKENS = "at least 2, a token and the one that follows it"
@@ -29,66 +28,6 @@ def option(default: Any, help: str, *names: str, **given: Any) -> Any:
 
 
 argument = partial(option, MISSING)  # a field that is an argument of a command
-
-_data, _training, _memory, _gpus, _output = (
-    partial(option, rich_help_panel=panel)
-    for panel in ("Model and data", "Training", "Memory", "Several GPUs", "Output")
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job of `seqtile finetune`."""
-
-    model: str = _data(DEFAULT_MODEL, f"A local path, a hub name, or {DEFAULT_MODEL}.")
-    data: list[Path] | None = _data(None, "Text files or directories; repeatable (default: Python's standard library).")
-    seq_len: int = _data(4096, "Tokens a sequence.")
-    steps: int = _training(4, "Training steps in total; each takes one sequence, or one for each group of GPUs.")
-    learning_rate: float = _training(1e-5, "Learning rate of AdamW, the same at every step: there is no schedule.")
-    dtype: str = _training("float32", "float32, or bfloat16, which computes under autocast and keeps float32 weights.")
-    seed: int = _training(0, "Seed of torch's generators.")
-    device: str | None = _training(None, "cpu or cuda (default: cuda if there is one).")
-    compare: bool = _training(False, "Run the untiled model first, from the same seed.")
-    layer: bool = _memory(False, "Tile whole layers, everything except attention: longer sequences fit.")
-    head_groups: str | None = _memory(None, "With --layer: groups of kv heads in attention: a number, or auto.")
-    offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
-    fit: bool = _memory(False, "Choose the cheapest of these three with which a step fits in memory.")
-    sequence_parallel: int = _gpus(1, "Under torchrun: GPUs that share a sequence; each such group has its own.")
-    shard: str = _gpus("fsdp2", "Under torchrun: what shards weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
-    output: Path = _output(Path("runs/finetune"), "Directory for the model, the report and the checkpoint.")
-    save_every: int | None = _output(None, "Save a checkpoint every N steps and at the end (default: if interrupted).")
-    resume: bool = _output(False, "Continue from the checkpoint in --output with the same options; --steps may grow.")
-    local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
-
-    def check(self) -> None:
-        """Raises ValueError for options that cannot work, or not with the existing files."""
-        rate, groups, every = self.learning_rate, number_or_name(self.head_groups), self.save_every
-        expect("--seq-len", self.seq_len >= 2, TWO_TOKENS, self.seq_len)
-        expect("--steps", self.steps >= 1, "at least 1", self.steps)
-        expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        expect("--learning-rate", 0 < rate <= 1, "more than 0 and at most 1, AdamW's step of a weight", rate)
-        expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
-        expect("--head-groups", groups == "auto" or not isinstance(groups, str), "a number or auto", groups)
-        expect("--shard", self.shard in SHARDS, f"one of {', '.join(SHARDS)}", self.shard)
-        expect("--save-every", every is None or every >= 1, "at least 1, or none", every)
-        alone, shared_by = self.local_rank is None, self.sequence_parallel
-        start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
-        chosen = self.fit and (self.layer or self.offload)
-        both, missing = self.compare and self.resume, self.resume and checkpoint_in(self.output) is None
-        begin = "pass the --output of the run that was ended early, or leave out --resume to start a new run"
-        absent = [path for path in self.data or () if not path.exists()]
-        for wrong, message in (
-            (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
-            (chosen, "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit"),
-            (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
-            (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
-            (both, "--compare does two whole runs, and --resume continues one: leave one out"),
-            (missing, f"--resume: expected a checkpoint in {self.output}, got none; {begin}"),
-            (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
-        ):
-            if wrong:
-                raise ValueError(message)
-        source(self.model)
 
 
 @dataclass(frozen=True)
@@ -142,7 +81,7 @@ class EvaluateOptions:
 
 def number_or_name(option: str | None) -> int | str | None:
     """Returns --head-groups as seqtile takes it: a number, auto or None."""
-    return int(option) if option and option.isdecimal() else option
+    return int(option) if option and option.isascii() and option.isdigit() else option
 
 
 def check_output(directory: Path, sizes: dict[str, int]) -> None:
@@ -176,12 +115,6 @@ def places(path: Path) -> tuple[Path, Path, Path]:
     the one that was there waits."""
     path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
     return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
-
-
-def checkpoint_in(output: Path) -> Path | None:
-    """Returns the directory of the last complete checkpoint, None if there is none."""
-    path, _, earlier = places(output / "checkpoint")  # earlier: all there is of a process killed as it replaced it
-    return next((place for place in (path, earlier) if place.is_dir()), None)
 
 
 def free_bytes(directory: Path) -> int:

@@ -124,16 +124,15 @@ class Sequences:
     """Why each of these files was, as far as they were read."""
     tokens: int
     """All that were read."""
+    needed: int
+    """Sequences that the run takes."""
 
     def __str__(self) -> str:
-        count, seq_len = self.rows.shape
-        full = self.tokens // seq_len
+        full = len(self.rows)
         lines = [f"data: {counted(self.files, 'file')} read, {self.tokens:,} tokens: {counted(full, 'sequence')}"]
-        if full >= count:
-            lines[0] += f", {count:,} needed"
-        else:
-            times = f"each comes {count / full:.1f} times on average"
-            lines.append(f"data repeats: {count:,} sequences are needed, so {times}")
+        if full < self.needed < 2**31:
+            times = f"each comes {self.needed / full:.1f} times on average"
+            lines.append(f"data repeats: {self.needed:,} sequences are needed, so {times}")
         lines += [f"skipped: {file} ({why})" for file, why in list(self.skipped.items())[:LISTED]]
         if (more := len(self.skipped) - LISTED) > 0:
             lines.append(f"skipped: {counted(more, 'file')} more")
@@ -183,7 +182,7 @@ def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
             "--seq-len"
         )
     rows = torch.frombuffer(ids, dtype=torch.int64)[: full * seq_len].view(full, seq_len)
-    return Sequences(rows[torch.arange(count) % full], files, skipped, len(ids))
+    return Sequences(rows, files, skipped, len(ids), count)
 
 
 def files_of(paths: list[Path]) -> Iterator[Path]:

@@ -1,18 +1,20 @@
 """The job of `seqtile evaluate`: a model and text files, evaluated on this process or on ranks that share documents."""
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import seqtile
 from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
-from seqtile.recipes import EvaluateOptions, Job, check_output
+from seqtile.recipes import EvaluateOptions, check_output
 from seqtile.recipes.data import (
     device_of,
     is_out_of_memory,
@@ -23,8 +25,6 @@ from seqtile.recipes.data import (
     read_text,
 )
 from seqtile.recipes.output import write_figures
-from seqtile.recipes.state import rank
-from seqtile.recipes.train import sequence_group
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,8 +48,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
 
 def _evaluated(asked: EvaluateOptions) -> Evaluation:
     device = device_of(asked.device)
-    job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
-    with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
+    with nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank) as ctx:
         config = load_config(asked.model, "MODEL")
         documents, text_bytes = _documents(asked)
         model = load_model(asked.model, config, "MODEL")
@@ -60,17 +59,29 @@ def _evaluated(asked: EvaluateOptions) -> Evaluation:
         seqtile.apply_seqtile(model, layer=asked.layer)
         if ctx is not None:
             sp.apply_ulysses(model, ctx, batches="whole")
-        quiet = rank() > 0 or asked.as_json or not sys.stdout.isatty()
+        is_main = ctx is None or dist.get_rank() == 0
+        quiet = not is_main or asked.as_json or not sys.stdout.isatty()
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=quiet) as progress:
             bar = progress.add_task("", total=None)
             given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
             given["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
             found = evaluate_model(model, documents, **given)
-        if asked.output is not None and rank() == 0:
+        if asked.output is not None and is_main:
             title = f"{asked.model}: {', '.join(file.name for file in asked.text)}"
             write_figures(asked.output / "evaluation", found.figures(), partial(picture, found, title))
     return found
+
+
+@contextmanager
+def shared_by_ranks(device: str, local_rank: int) -> Iterator[sp.SequenceParallel]:
+    """Yields the ranks that torchrun started, which share each document."""
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield sp.initialize(dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:

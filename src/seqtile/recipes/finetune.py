@@ -1,164 +1,280 @@
-"""The job of `seqtile finetune`, from its options to its report: full-parameter fine-tuning of a causal LM on long
-documents, and how it compares with not tiling."""
+"""`seqtile finetune`: TRL's SFTTrainer with seqtile in it, from the options to the report."""
 
 import io
+import json
+import math
 import os
-import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
 import torch
+from datasets import Dataset
+from filelock import FileLock, Timeout
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import get_peft_config
+from trl import get_quantization_config as quantization_of
 
 import seqtile
+from seqtile import offload, sp
 from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
+from seqtile.integrations.trainer import SeqtileCallback
+from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory import Setup
-from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
-from seqtile.recipes.data import device_of, is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
-from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
-from seqtile.recipes.state import Run, check_same, rank, ranks
-from seqtile.recipes.train import sequence_group, train
+from seqtile.recipes import check_output, number_or_name, source
+from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, read_of
+from seqtile.recipes.memory import return_freed_memory
+from seqtile.recipes.options import Asked
+from seqtile.recipes.output import RunResult, print_table, report_of, write_report, written_beside
+from seqtile.recipes.rows import dataset_of
+from seqtile.recipes.tuner import RESULT, OverRanks, Tuner, Watch, check_finite
+
+UNTILED = "untiled.json"
 
 
-def finetune(job: Job, console: Console) -> dict[str, Any]:
-    """Runs a job that was checked and returns what it wrote to report.json.
+def finetune(asked: Asked, arguments: list[str], console: Console) -> int | None:
+    """Trains as `asked`, and leaves model/, report.json and report.png in the output; returns the signal that ended it
+    early, None if none did. `arguments` are those that `asked` was parsed from.
 
-    With `compare`, the untiled model runs first, on the same sequences from the same seed. On ranks that torchrun
-    started, all of them call this. Leaves in `job.output`: report.json, report.png, and model/, the tiled run's model
-    and its tokenizer as `save_pretrained` writes them.
-
-    Raises ValueError for bad input, before anything is trained, and for a loss that is not finite; RunOutOfMemory if
-    the tiled run does not fit; OSError, last, if the model had to be saved elsewhere; and KeyboardInterrupt, last, if
-    Ctrl-C ended it early; then, or with `save_every`, a checkpoint is there too, from which `resume` goes on.
+    Raises ValueError for bad input, before anything is trained, and for a loss or weight that is not finite;
+    MemoryError if memory is too small; OSError, last, if the model had to be saved elsewhere.
     """
-    job = replace(job, device=device_of(job.device))
-    if job.offload and job.device == "cpu":
-        raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
-    alone = job.local_rank is None
-    with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
-        job = fitted(job, console) if job.fit else job
-        run = prepared(job, console, Path(files) / "tokenizer")
-        baseline = untiled_run(run, console) if job.compare else None
-        with memory_errors("the tiled run" if alone else f"rank {rank()}"):
-            tiled = train(run, ctx)
-        if baseline is not None:
-            done = len(tiled.losses)
-            baseline = replace(baseline, losses=baseline.losses[:done], step_seconds=baseline.step_seconds[:done])
-        report = report_of(job, baseline, tiled, ranks())
-        if tiled.saved is not None:  # in the main process
-            place = Path(tiled.saved).parent
-            print_table(report, console)
-            if tiled.note is not None:
-                console.print(f"note: {tiled.note}")
-            write_report(report, place)
-            console.print(f"model, report.json and report.png are in {place}")
-    if tiled.saved is not None and place != job.output:
-        raise OSError(f"the model could not be saved in {job.output}; it is in {place}")
-    if (done := len(tiled.losses)) < job.steps:
-        on = "" if checkpoint_in(job.output) is None else "; --resume goes on from its checkpoint"
-        raise KeyboardInterrupt(f"after step {done} of {job.steps}; what was trained until then is saved{on}")
-    return report
+    own, training = asked.own, asked.training
+    output = Path(training.output_dir)
+    check_output(output, {})
+    with held(output, training.process_index == 0):
+        baseline = untiled_run(arguments, console) if own.compare else None
+        with memory_errors("the run"):
+            watch, trainer, place = trained(asked, console)
+        if not trainer.is_world_process_zero():
+            return watch.got
+        report = report_of(asked, baseline, watch.result, training.world_size)
+        write_report(report, place)
+        if own.untiled:
+            return watch.got
+        print_table(report, console)
+        if watch.result.note is not None:
+            console.print(f"note: {watch.result.note}")
+        console.print(f"model, report.json and report.png are in {place}", markup=False)
+    if place != output:
+        raise OSError(f"the model could not be saved in {output}; it is in {place}")
+    return watch.got
 
 
-def fitted(job: Job, console: Console) -> Job:
-    """Returns the job with the cheapest features that fit, see `seqtile.fit`. Raises ValueError if none do."""
-    on_gpu, memory, spread = job.device == "cuda", host_memory_at_hand(), job.sequence_parallel
-    sizes = {"gpu_memory_gib": gpu_memory_at_hand() if on_gpu else memory, "host_memory_gib": memory}
-    autocast = job.dtype == "bfloat16"
-    setup = Setup(dtype=job.dtype, autocast=autocast, gpus=ranks(), sequence_parallel=spread, **sizes)
-    found = choose(formula_of(load_config(job.model)), setup, job.seq_len, host=on_gpu)
-    console.print(str(found))
+@contextmanager
+def held(output: Path, main: bool) -> Iterator[None]:
+    """Holds the output for this run, and raises ValueError if another has it. The lock is the kernel's: a run that was
+    killed leaves none."""
+    lock = FileLock(output / ".lock") if main else None
+    try:
+        if lock is not None:
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"--output: another run writes to {output}; choose another directory") from error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def trained(asked: Asked, console: Console) -> tuple[Watch, Tuner, Path]:
+    """Returns what was measured, the trainer, and where the model is."""
+    own, training = asked.own, asked.training
+    if training.use_cpu:
+        return_freed_memory()
+    last = checkpoint_to_go_on_from(asked)
+    with redirect_stderr(io.StringIO()), console.status("loading"):  # Hugging Face has bars of its own
+        tokenizer = load_tokenizer(asked.model.model_name_or_path)
+        data, others, said = dataset_of(asked, tokenizer)
+        model = load(asked)
+    console.print(said, markup=False)
+    watch = Watch("untiled" if own.untiled else "seqtile", console, training.max_length)
+    trainer = trainer_of(asked, model, tokenizer, (data, others), watch)
+    if last is not None:
+        watch.result = RunResult(**json.loads((Path(last) / RESULT).read_text())["result"])
+        watch.say(f"{watch.name}: goes on after step {len(watch.result.losses)} of {training.max_steps}")
+    with watch.signals_noted(), watch.bar(training.max_steps):
+        trainer.train(resume_from_checkpoint=last)
+        check_finite(trainer.model)
+        model, result = trainer.accelerator.unwrap_model(trainer.model), watch.result
+        result.status = "untiled" if own.untiled else str(seqtile.status(model))
+        result.note = None if own.untiled else no_layer_tiled(model, asked)
+        result.tokens_per_second = len(result.losses) * watch.tokens / sum(result.step_seconds)
+        place = saved(trainer, Path(training.output_dir), own.merge, watch)
+        result.saved = str(place / "model")
+    return watch, trainer, place
+
+
+def no_layer_tiled(model: Any, asked: Asked) -> str | None:
+    """Returns that no layer was tiled, and why, where the sequence, or a rank's part of it, is no longer than a
+    chunk."""
+    status = seqtile.status(model)
+    sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.untiled_tokens]
+    tokens = math.ceil(asked.training.max_length / asked.own.sequence_parallel)
+    if not sizes or tokens > min(sizes):
+        return None
+    tokens_are = f"{tokens:,} tokens are no more than a chunk of {min(sizes):,}"
+    return f"no layer was tiled, since {tokens_are}; pass a longer --seq-len"
+
+
+def checkpoint_to_go_on_from(asked: Asked) -> str | None:
+    """Returns the directory of the last checkpoint, None for a new run. Raises ValueError if there is none to go on
+    from, or if it is another run's."""
+    output = asked.training.output_dir
+    last = get_last_checkpoint(output)
+    if not asked.own.resume:
+        if last is not None:
+            raise ValueError(
+                f"--output: {output} holds {Path(last).name} of an earlier run; pass --resume, or another --output"
+            )
+        return None
+    if last is None:
+        raise ValueError(
+            f"--resume: expected a checkpoint in {output}, got none; pass the --output of the run that was ended "
+            "early, or leave out --resume to start a new run"
+        )
+    found = json.loads((Path(last) / RESULT).read_text())
+    now = asked.figures()
+    changed = [name for name, before in found["options"].items() if name in now and now[name] != before]
+    if changed:
+        name = changed[0]
+        raise ValueError(f"--resume: {name} was {found['options'][name]} and is {now[name]} now; pass the same options")
+    state = json.loads((Path(last) / "trainer_state.json").read_text())
+    schedule = str(asked.training.lr_scheduler_type).lower()
+    if asked.training.max_steps not in (-1, state["max_steps"]) and "constant" not in schedule:
+        raise ValueError(
+            f"--resume: the run has {state['max_steps']} steps, and --steps is {asked.training.max_steps} now; another "
+            "number is possible only with --lr-scheduler-type constant"
+        )
+    return last
+
+
+def load(asked: Asked) -> Any:
+    """Returns the model, all of whose weights its files hold. Raises ValueError otherwise."""
+    name, extra = source(asked.model.model_name_or_path)
+    quantized = GgufConfig(dequantize=True) if extra else quantization_of(asked.model)
+    extra |= {"dtype": asked.model.dtype, "attn_implementation": asked.model.attn_implementation}
+    extra |= {"quantization_config": quantized, "trust_remote_code": asked.training.trust_remote_code}
+    extra |= {"device_map": {"": asked.training.device}} if asked.model.load_in_4bit or asked.model.load_in_8bit else {}
+    extra |= dict(asked.training.model_init_kwargs or {}) | {"output_loading_info": True}
+    load_config(asked.model.model_name_or_path)
+    with read_of(f"--model: the weights of {asked.model.model_name_or_path}"):
+        model, found = AutoModelForCausalLM.from_pretrained(name, **extra)
+    for kind in ("missing_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, found[kind])):
+            raise ValueError(
+                f"--model: {kind.replace('_', ' ')} in the weights, {wrong[0]} first; pass a model whose weights and "
+                "config.json belong together"
+            )
+    asked.training.model_init_kwargs = None
+    return model
+
+
+def trainer_of(asked: Asked, model: Any, tokenizer: Any, data: tuple[Dataset, Any], watch: Watch) -> Tuner:
+    """Returns the trainer, in which the model is tiled when training begins."""
+    own, training = asked.own, asked.training
+    if own.fit:
+        own = fitted(asked, model, watch)
+    callbacks = []
+    if not own.untiled:
+        apply_seqtile_to_trl()
+        callbacks = [SeqtileCallback(layer=own.layer, head_groups=number_or_name(own.head_groups))]
+    training.gradient_checkpointing &= not own.offload  # which checkpoints by itself
+    kind, extra = Tuner, {}
+    if own.sequence_parallel > 1:
+        kind, extra = OverRanks, {"sequence_parallel": sp.initialize(own.sequence_parallel)}
+    given = {"train_dataset": data[0], "eval_dataset": data[1], "processing_class": tokenizer}
+    given |= {"peft_config": get_peft_config(asked.model), "callbacks": [*callbacks, watch]}
+    trainer = kind(model, training, figures=asked.figures(), watch=watch, **given, **extra)
+    if own.offload:
+        offload.enable(trainer.model)
+    for noisy in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(noisy)
+    return trainer
+
+
+def fitted(asked: Asked, model: Any, watch: Watch) -> Any:
+    """Returns seqtile's options with the cheapest features that fit. Raises ValueError if none do."""
+    training, memory = asked.training, host_memory_at_hand()
+    sizes = {"gpu_memory_gib": memory if training.use_cpu else gpu_memory_at_hand(), "host_memory_gib": memory}
+    lora = {"lora_rank": asked.model.lora_r, "load_in_4bit": asked.model.load_in_4bit} if asked.model.use_peft else {}
+    setup = Setup(
+        dtype=str(model.dtype).removeprefix("torch."),
+        autocast=bool(training.bf16) and model.dtype == torch.float32,
+        gpus=training.world_size,
+        sequence_parallel=asked.own.sequence_parallel,
+        **sizes,
+        **lora,
+    )
+    found = choose(formula_of(model.config), setup, training.max_length, host=not training.use_cpu)
+    watch.say(str(found))
     groups = found.setup.head_groups
     chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
-    return replace(job, fit=False, **chosen)
+    return replace(asked.own, fit=False, **chosen)
 
 
-def prepared(job: Job, console: Console, tokenizer_files: Path) -> Run:
-    """Returns the tiled run, once all is known to work that can be known before training.
-
-    The tokenizer is written to `tokenizer_files`, to be saved with the model: by then its own may be gone.
-    """
-    groups = ranks() // job.sequence_parallel
-    with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
-        config = load_config(job.model)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        # What it cannot tile it refuses here, before anything is trained.
-        seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
-        tokenizer = load_tokenizer(job.model)
-        tokenizer.save_pretrained(tokenizer_files)
-        data = sequences(job.data or standard_library(), tokenizer, job.seq_len, job.steps * groups)
-    if data.rows.max() >= config.vocab_size:
-        raise ValueError(
-            f"--model: the tokenizer gave token {data.rows.max()}, but config.vocab_size is {config.vocab_size}; "
-            "pass a model with its own tokenizer"
-        )
-    in_float32 = 4 * sum(parameter.numel() for parameter in model.parameters())
-    checkpoints = 1 if checkpoint_in(job.output) else 2  # the new one beside the earlier, which may be there already
-    with_model = in_float32 * (3 * checkpoints + 1)
-    check_output(job.output, {"model": in_float32, "checkpoint": 0 if job.save_every is None else with_model})
-    for name in ("model", "checkpoint") if rank() == 0 else ():  # what a process that was killed left there
-        remove_incomplete(job.output / name)
-    console.print(str(data))
-    if job.seq_len > config.max_position_embeddings:
-        console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")
-    rows = data.rows.view(job.steps, groups, job.seq_len)
-    run = Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
-    if job.resume:
-        check_same(run)
-    return run
+def saved(trainer: Tuner, output: Path, merge: bool, watch: Watch) -> Path:
+    """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
+    be. Raises OSError if neither can be."""
+    main, failed = trainer.is_world_process_zero(), []
+    for attempt in range(2):
+        place = Path(tempfile.mkdtemp(prefix="seqtile-")) if attempt and main else output
+        try:
+            with written_beside(place / "model") if main else nullcontext(place / "model") as new:
+                trainer.save_model(str(new), _internal_call=True)
+            if merge and main:
+                merged = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+                with written_beside(place / "merged") as new:
+                    merged.save_pretrained(new)
+                    trainer.processing_class.save_pretrained(new)
+            return place
+        except Exception as error:  # safetensors has its own; whatever it is, the weights are not to be lost
+            failed.append(f"in {place} ({error})")
+            watch.say(f"note: the model cannot be saved {failed[-1]}")
+    raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 
 
-def untiled_run(run: Run, console: Console) -> RunResult | None:
+def untiled_run(arguments: list[str], console: Console) -> RunResult | None:
     """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; None, and
-    says so, if it does not fit. The process ends when this one is interrupted, or ends."""
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(replace(run, tiled=False, save_to=None), sender), daemon=True)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a terminal's Ctrl-C reaches that process, too
-    process.start()
-    signal.signal(signal.SIGINT, before)
-    sender.close()  # so that nothing is left to wait for if the process is killed
-    try:
-        with memory_errors("the untiled run"):
-            found = receiver.recv()
-            if isinstance(found, Exception):
-                raise found
-            return found
-    except RunOutOfMemory as error:  # that the untiled model does not fit is a result
-        console.print(f"note: {error}")
+    says so, if it does not fit. The process ends when this one does."""
+    rest = [argument for argument in arguments if argument != "--compare"]
+    with tempfile.TemporaryDirectory() as aside:
+        command = [sys.executable, "-m", "seqtile.cli", "finetune", *rest, "--untiled", "--output", aside]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)  # which closes with this process
+        try:
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        file = Path(aside) / "report.json"
+        if code == 0 and file.exists():
+            return RunResult(**json.loads(file.read_text())["seqtile"])
+    if code in (-9, 1):
+        console.print("note: the untiled run did not come to its end, so there is nothing to compare with")
         return None
-    finally:
-        process.kill()
-        process.join()
+    raise KeyboardInterrupt("in the untiled run")
 
 
-def _send_result(run: Run, sender: Connection) -> None:
-    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
-    try:
-        sender.send(train(run))
-    except Exception as error:
-        sender.send(error)
-
-
-class RunOutOfMemory(MemoryError):
-    """A run had too little memory, or its process was killed, which is what too little host memory looks like."""
+def end_with_parent() -> None:
+    """Ends this process when its standard input closes."""
+    Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 
 
 @contextmanager
 def memory_errors(who: str) -> Iterator[None]:
-    """Raises RunOutOfMemory, which names `who` needed it, where memory was short inside."""
+    """Raises MemoryError, which names `who` needed it, where memory was short inside."""
     try:
         yield
-    except (RuntimeError, MemoryError, EOFError) as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise RunOutOfMemory(f"{who} had too little memory; a shorter --seq-len needs less") from error
+        raise MemoryError(f"{who} had too little memory; a shorter --seq-len needs less") from error

@@ -4,26 +4,26 @@ is lost."""
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from seqtile.recipes import Job, places
+from seqtile.recipes import places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from seqtile.recipes.options import Asked
 
 logger = logging.get_logger(__name__)
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
@@ -64,31 +64,6 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def save_model(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: Path | None, directory: Path
-) -> Path:
-    """Saves as `save_pretrained` does, with the files of the directory `tokenizer`, and returns where: `directory`, or
-    a new temporary one if that cannot be.
-
-    Raises OSError if neither can be.
-    """
-    failed = []
-    for attempt in range(2):
-        place = Path(tempfile.mkdtemp(prefix="seqtile-")) / directory.name if attempt else directory
-        try:
-            with written_beside(place) as new:
-                model.save_pretrained(new, state_dict=dict(weights))
-                if tokenizer is not None:
-                    shutil.copytree(tokenizer, new, dirs_exist_ok=True)
-            return place
-        except Exception as error:  # safetensors has its own; whatever it is, the weights are not to be lost
-            failed.append(f"in {place} ({error})")
-    remove(place.parent)
-    raise OSError(
-        f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room before the next run"
-    )
-
-
 @dataclass
 class RunResult:
     """The measurements of a training run, of the steps done so far; lists have one entry a step."""
@@ -98,23 +73,49 @@ class RunResult:
     tokens_per_second: float = 0.0
     peak_mib: float = 0.0
     status: str = ""
-    again: float | None = None
-    """If runs are compared: the loss of the first step's sequences, computed again at the end."""
     saved: str | None = None
     """The directory of the saved model."""
     note: str | None = None
     """A remark, None if there is none."""
 
 
-def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
+RECENT = 10  # steps, by which the time that is left is told
+
+
+def step_figures(done: RunResult, tokens: int, steps: int) -> str:
+    """Returns the loss of the last step of `tokens`, and how long the others will take."""
+    seconds, left = done.step_seconds, steps - len(done.losses)
+    said = f"loss {done.losses[-1]:.4f}  {tokens / seconds[-1]:,.0f} tokens/s  peak {done.peak_mib:,.0f} MiB"
+    return f"{said}  {in_words(left * median(seconds[-RECENT:]))} left" if left else said
+
+
+def in_words(seconds: float) -> str:
+    """Returns a length of time in its two largest units at most."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def report_of(asked: "Asked", baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
     """Returns the contents of report.json, of the steps that were done. `baseline` and `max_loss_difference` are None
     without a comparison."""
+    done = len(tiled.losses)
+    if baseline is not None:
+        few = {"losses": baseline.losses[:done], "step_seconds": baseline.step_seconds[:done]}
+        baseline = replace(baseline, **few)
     pairs = [] if baseline is None else zip(baseline.losses, tiled.losses, strict=True)
-    options = ("model", "seq_len", "device", "sequence_parallel", "dtype", "learning_rate", "seed")
-    return {name: getattr(job, name) for name in options} | {
-        "steps": len(tiled.losses),
+    training = asked.training
+    return {
+        "model": asked.model.model_name_or_path,
+        "seq_len": training.max_length,
+        "device": "cpu" if training.use_cpu else "cuda",
+        "sequence_parallel": asked.own.sequence_parallel,
+        "dtype": "bfloat16" if training.bf16 else asked.model.dtype,
+        "learning_rate": training.learning_rate,
+        "seed": training.seed,
+        "steps": done,
         "ranks": ranks,
-        "shard": job.shard if ranks > 1 else None,
         "baseline": None if baseline is None else asdict(baseline),
         "seqtile": asdict(tiled),
         "max_loss_difference": max((abs(before - after) for before, after in pairs), default=None),
@@ -166,8 +167,6 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify="right")
     for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
         table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs.values()))
-    if "untiled" in runs:
-        table.add_row("step 1's document again", "", f"{report['seqtile']['again']:.6f}")
     table.add_section()
     table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs.values()))
     table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs.values()))

@@ -29,7 +29,6 @@ from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
 from seqtile.recipes import CheckOptions, EvaluateOptions
-from seqtile.recipes.help import print_help
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -116,16 +115,51 @@ def errors_printed(console: Console) -> Iterator[None]:
 def finetune(
     context: typer.Context, local_rank: Annotated[int | None, typer.Option(envvar="LOCAL_RANK", hidden=True)] = None
 ) -> None:
-    """Trains a causal LM on long documents or chats: TRL's SFT with seqtile in it. All of TRL's options are taken.
+    """Train a causal LM on long documents or chats: TRL's SFT, with seqtile in it.
 
-    On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
+    Usage: seqtile finetune [OPTIONS], or on several GPUs: torchrun --nproc-per-node 8 -m seqtile.cli finetune [OPTIONS]
+
+    Model and data
+      --model              a local path, a hub name, or smollm2-135m (default, from PyPI)
+      --data               text files, directories of them; JSON, JSONL, CSV or Parquet with messages, prompt and
+                           completion, or text; a data set of the hub (default: the source of Python's library)
+      --seq-len            tokens of a sequence at most (4096); text files become sequences of exactly so many
+      --config             a YAML file with any of these options
+    Training
+      --steps              training steps in total (default: one pass over the data, or --num-train-epochs)
+      --learning-rate      the largest rate (1e-5; 2e-4 for adapters); it rises, then falls by --lr-scheduler-type
+      --gradient-accumulation-steps    batches of a step (1)
+      --packing            put short rows into one sequence; documents stay apart, which needs FlashAttention
+      --assistant-only-loss            of chats train the assistant's tokens only
+      --test-split-size    with --eval-strategy: the share of the rows to evaluate on
+      --seed               of drawn weights, dropout and the order of the data (42)
+      --compare            train the untiled model first, in a process of its own, and compare
+    Adapters
+      --use-peft           train LoRA's adapters (--lora-r 16, --lora-alpha 32) on a frozen base
+      --load-in-4bit       with --use-peft: the base in 4 bits (QLoRA)
+      --merge              also write the merged model, to OUTPUT/merged
+    Memory
+      --layer              tile whole layers, everything except attention: longer sequences fit
+      --head-groups        with --layer: attention by groups of kv heads: a number, or auto
+      --offload            keep the inputs of checkpointed layers in host memory, not on the GPU
+      --fit                choose the cheapest of these three with which a step fits
+      --margin             the share of memory that --fit keeps free (0.2)
+      --dtype              of the weights (float32, under bfloat16 autocast on a GPU; bfloat16 below adapters)
+      --sequence-parallel  under torchrun: GPUs that share a sequence (1)
+    Output
+      --output             directory of model, report and checkpoints (runs/finetune)
+      --save-every         a checkpoint every so many steps and at the end (default: if the run is ended early)
+      --resume             continue from the last checkpoint in --output, with the same options
+      --device             cpu or cuda (default: cuda if there is one)
+
+    All options of TRL's SFTConfig, ModelConfig and data sets are taken, as --use-peft or --use_peft: see --help-all
     """
-    if {"--help", "-h"} & set(context.args):
-        print_help(of_output())
-        return
     console, got = of_output(quiet=local_rank not in (None, 0)), None
+    if {"--help", "-h"} & set(context.args):
+        console.print(inspect.getdoc(finetune))
+        return
     with errors_printed(console):
-        got = recipe("command", "finetune")(context.args, console, local_rank is not None)
+        got = recipe("finetune")(context.args, console)
     if got is not None:
         end_by(got)
     end_rank(local_rank)
@@ -140,7 +174,7 @@ def evaluate(asked: EvaluateOptions) -> None:
     console = of_output(quiet=asked.local_rank not in (None, 0))
     with errors_printed(console):
         asked.check()
-        found = recipe("evaluate", "evaluate")(asked)
+        found = recipe("evaluate")(asked)
     console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found))
     end_rank(asked.local_rank)
 
@@ -152,12 +186,12 @@ def end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def recipe(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function of a module of recipes, which is slow to import."""
+def recipe(name: str) -> Callable[..., Any]:
+    """Returns the function of a module of recipes that has its name; it is slow to import."""
     try:
-        return getattr(import_module(f"seqtile.recipes.{module}"), name)
+        return getattr(import_module(f"seqtile.recipes.{name}"), name)
     except ModuleNotFoundError as error:
-        extra = "demo" if module == "evaluate" else "finetune"
+        extra = "finetune" if name == "finetune" else "demo"
         raise ModuleNotFoundError(f"{error}: pip install 'seqtile[{extra}]'") from error
 
 

@@ -78,4 +78,6 @@ def fitted_on_rank(model: str, directory: str, sizes: tuple[int, ...]) -> tuple[
     proc.mkdir()
     (proc / "meminfo").write_text(f"MemAvailable: {(sizes[rank()] + KEPT_FREE) // 1024 + 1} kB\n")
     with patch.object(available, "__defaults__", (proc, proc)):
-        return on_rank("--model", model, "--output", f"{directory}/run {sizes}", "--fit", "--steps", "1")
+        return on_rank(
+            "--model", model, "--output", f"{directory}/run {sizes}", "--fit", "--margin", "0", "--steps", "1"
+        )

@@ -1,6 +1,7 @@
 """`seqtile finetune` in one process: text, chats, adapters, a comparison, what is refused and what is said."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -9,20 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import PeftModel
-from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from recipes.cases import on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.cli import app
-from seqtile.recipes.finetune import fitted
-from seqtile.recipes.help import PANELS
 from seqtile.recipes.options import Parser, parsed
-from seqtile.recipes.tuner import Watch
 from support.assertions import relative_error
-from support.tiny import build, config_of
 
 TEXT = "a long document, of words and words and words; "
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -55,10 +51,6 @@ def chats(tmp_path: Path) -> Path:
     return path
 
 
-def losses(output: Path) -> list[float]:
-    return json.loads((output / "report.json").read_text())["seqtile"]["losses"]
-
-
 def test_compare(
     pretrained: Path, document: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,20 +62,21 @@ def test_compare(
     printed = capfd.readouterr().out + ours
     assert code == 0, printed
     report = json.loads((output / "report.json").read_text())
-    for run in ("baseline", "seqtile"):
-        assert len(report[run]["losses"]) == 3 and report[run]["peak_mib"] > 100
-        assert report[run]["losses"][0] > report[run]["losses"][2], "it learns"
+    for run in ("untiled", "seqtile"):
+        assert len(report[run]["loss"]) == 3 and min(report[run]["peak_mib"]) > 100
+        assert report[run]["loss"][0] > report[run]["loss"][2], "it learns"
     assert "seqtile, 2048 tokens a chunk, 2 of 2 fused" in report["seqtile"]["status"]
     assert re.search(r"the first training step: .*equal the untiled model's", report["seqtile"]["status"])
-    differences = [abs(a - b) for a, b in zip(report["baseline"]["losses"], report["seqtile"]["losses"], strict=True)]
+    differences = [abs(a - b) for a, b in zip(report["untiled"]["loss"], report["seqtile"]["loss"], strict=True)]
     assert report["max_loss_difference"] == max(differences) <= 1e-4
     for name in ("untiled", "seqtile"):
-        for step, end in ((1, r"  \d+ s left"), (2, r"  \d+ s left"), (3, "")):
-            line = rf"{name}: step {step}/3  loss \d\.\d{{4}}  [\d,]+ tokens/s  peak [\d,]+ MiB{end}"
+        for step, end in ((1, r"  \d\d:\d\d left"), (2, r"  \d\d:\d\d left"), (3, "")):
+            peak = r"peak [\d,]+ MiB \([\d,]+ predicted\)"
+            line = rf"{name}: step {step}/3  loss \d\.\d{{4}}  [\d,]+ tokens/s  {peak}{end}"
             assert re.search(f"^{line}$", printed, re.MULTILINE), "a line a step"
     assert ours.startswith("data: 1 file read, ") and "\033" not in printed
     assert not re.search("[\r\b]", printed), "no bars in a log"
-    assert "peak memory, MiB" in ours and f"{report['seqtile']['losses'][2]:.6f}" in ours
+    assert "peak memory, MiB" in ours and f"{report['seqtile']['loss'][2]:.6f}" in ours
     assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
     before, after = (AutoModelForCausalLM.from_pretrained(place) for place in (pretrained, output / "model"))
     assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), after.parameters(), strict=True))
@@ -120,25 +113,27 @@ def test_tables(kind: str, pretrained: Path, tmp_path: Path) -> None:
 def test_a_file_of_options(pretrained: Path, document: Path, tmp_path: Path) -> None:
     """In YAML, as TRL takes them; the command line goes before it."""
     file = tmp_path / "options.yaml"
-    file.write_text(
-        f"model_name_or_path: {pretrained}\ndata: [{document}]\nmax_length: 60\nmax_steps: 2\nlayer: true\n"
-    )
+    file.write_text(f"model: {pretrained}\ndata: [{document}]\nseq_len: 60\nmax_steps: 2\nlayer: true\n")
     code, said = on_rank("--config", file, "--steps", "3", "--output", tmp_path / "run")
     assert code == 0 and "step 3/3" in said, said
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["seq_len"] == 60 and "\n  layer " in report["seqtile"]["status"]
 
 
-def test_fit(pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The cheapest features with which a step fits; on a CPU in its own memory."""
-    watch, model, config = Watch("seqtile", Console(), 1), build("llama"), config_of("llama")
-    asked = parsed(["--seq-len", "100000", "--fit", "--device", "cpu", "--output", str(tmp_path)])
+def test_fit(pretrained: Path, tmp_path: Path) -> None:
+    """The cheapest features with which a step fits, in four fifths of a machine's memory on a CPU."""
+    config = AutoConfig.from_pretrained(pretrained)
     for tiles, layer in ((("loss", "mlp"), False), (memory.TILES, True)):
-        plan = memory.plan(config, seq_len=100_000, dtype="float32", tiles=tiles)
-        with patch("seqtile.fitting.available", lambda size=plan.gpu_bytes: size):
-            found = fitted(asked, model, watch)
-        assert (found.fit, found.layer, found.head_groups, found.offload) == (False, layer, None, False)
-    assert capsys.readouterr().out.count("GiB, fits") == 2
+        size = memory.plan(config, seq_len=4096, dtype="float32", tiles=tiles).gpu_bytes
+        job = ("--model", pretrained, "--steps", 1, "--fit", "--output", tmp_path / str(layer))
+        with patch("seqtile.fitting.available", lambda size=size: size / 0.8 + 2**20):
+            code, said = on_rank(*job)
+        assert code == 0 and f" of {size / 2**30:.1f} GiB, fits" in said, said
+        assert ("\n  layer " in report_of(tmp_path / str(layer))["status"]) == layer
+
+
+def report_of(output: Path) -> dict:
+    return json.loads((output / "report.json").read_text())["seqtile"]
 
 
 def refused(*arguments: object) -> str:
@@ -152,6 +147,9 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     output, damaged, binary, odd = (tmp_path / name for name in ("run", "damaged", "binary.dat", "odd.jsonl"))
     common = ("--model", pretrained, "--output", output, "--seq-len", 50, "--steps", 1)
     binary.write_bytes(b"\xff\xfe")
+    fifo, rows = tmp_path / "pipe", tmp_path / "rows.jsonl"
+    os.mkfifo(fifo)
+    rows.write_text('{"text": "a"}\n')
     odd.write_text('{"question": "a"}\n')
     shutil.copytree(pretrained, damaged)
     weights = damaged / "model.safetensors"
@@ -165,10 +163,16 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--seq-len", 1), "--seq-len: expected at least 2, a token and the one that follows it, got 1"),
         (("--sequence-parallel", 4), alone),
         (("--offload",), "--offload moves what checkpointing keeps off a GPU"),
-        (("--head-groups", "auto"), "--head-groups is for layers tiled as a whole"),
+        (("--head-groups", "auto"), "--head-groups is for whole layers"),
         (("--layer", "--head-groups", "²"), "--head-groups: expected a number or auto, got '²'"),
         (("--fit", "--layer"), "--fit chooses --layer, --head-groups and --offload"),
         (("--compare", "--resume"), "--compare does two whole runs"),
+        (("--steps", 10**30), "--steps: expected at least 1 and less than 2**31, or none"),
+        (("--seed", 10**30), "--seed: expected at least 0 and less than 2**32"),
+        (("--margin", 1), "--margin: expected a share, at least 0 and less than 1"),
+        (("--device", "tpu"), "--device: expected cpu or cuda"),
+        (("--data", fifo), "is a pipe or a device, expected files"),
+        (("--eval-strategy", "steps", "--data", rows), "there is no split test, only train; pass --test-split-size"),
         (("--stepz", 3), "there is no option --stepz"),
         (("--seq", 3), "there is no option --seq"),
         (("--steps", "many"), "argument --max_steps/--max-steps/--steps: invalid int value: 'many'"),
@@ -186,12 +190,25 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
 
 
 def test_help() -> None:
-    """Says at once what matters; every option in it exists, and none is named twice."""
+    """Says at once what matters; every option in it exists, is named once, and has the default that is said."""
     result = CliRunner().invoke(app, ["finetune", "--help"])
-    named = [option for options in PANELS.values() for option in options]
-    known = {option for action in Parser()._actions for option in action.option_strings} | {"--config"}
-    assert result.exit_code == 0 and set(named) <= known and len(named) == len(set(named))
-    assert all(option in result.output for option in named) and "--help-all" in result.output
+    named = re.findall(r"^  (--[\w-]+) ", result.output, re.MULTILINE)
+    actions = {option: action for action in Parser()._actions for option in action.option_strings}
+    assert result.exit_code == 0 and set(named) <= {*actions, "--config"} and 20 <= len(named) == len(set(named))
+    for option, said in re.findall(r"^  (--[\w-]+) [^(\n]*\((\d[\d.]*|runs/finetune)\)", result.output, re.MULTILINE):
+        assert str(actions[option].default) == said, option
+
+
+def test_a_file_of_options_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [b")
+    (tmp_path / "unknown.yaml").write_text("modle: tiny")
+    for arguments, message in (
+        (("--config", tmp_path / "bad.yaml"), "--config: expected a file of options in YAML"),
+        ((f"--config={tmp_path / 'unknown.yaml'}",), "there is no option --modle"),
+        (("--config",), "--config: expected a file of options in YAML"),
+        (("--config", tmp_path / "none.yaml"), "No such file"),
+    ):
+        assert message in refused(*arguments)
 
 
 def test_defaults() -> None:

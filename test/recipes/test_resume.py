@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> tuple[object, ...]:
 
 
 def trained(output: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses = json.loads((output / "report.json").read_text())["seqtile"]["losses"]
+    losses = json.loads((output / "report.json").read_text())["seqtile"]["loss"]
     return losses, load_file(output / "model" / "model.safetensors")
 
 
@@ -74,12 +74,12 @@ def test_one_process(job: tuple, peft: bool, tmp_path: Path) -> None:
         on_rank(*job, "--output", output, "--resume")
     assert checkpoints(output) == [".incomplete-checkpoint-4", "checkpoint-2"]
     code, said = on_rank(*job, "--output", output, "--resume")
-    assert code == 0 and f"goes on after step 2 of {STEPS}" in said and checkpoints(output) == [f"checkpoint-{STEPS}"]
+    assert code == 0 and "goes on after step 2" in said and checkpoints(output) == [f"checkpoint-{STEPS}"]
     if not peft:
         assert_same(output, whole)
     else:
-        assert json.loads((output / "report.json").read_text())["seqtile"]["losses"] == pytest.approx(
-            json.loads((whole / "report.json").read_text())["seqtile"]["losses"], abs=0
+        assert json.loads((output / "report.json").read_text())["seqtile"]["loss"] == pytest.approx(
+            json.loads((whole / "report.json").read_text())["seqtile"]["loss"], abs=0
         )
 
 

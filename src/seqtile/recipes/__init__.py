@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
@@ -84,25 +83,15 @@ def number_or_name(option: str | None) -> int | str | None:
     return int(option) if option and option.isascii() and option.isdigit() else option
 
 
-def check_output(directory: Path, sizes: dict[str, int]) -> None:
-    """Makes `directory`, in which directories of these names are to need these bytes. Raises ValueError, and makes
-    nothing, where that cannot be."""
+def check_output(directory: Path) -> None:
+    """Makes `directory`. Raises ValueError, and makes nothing, where that cannot be, or nothing can be written to
+    it."""
     if directory.is_symlink() and not directory.exists():
         raise ValueError(f"--output: {directory} is a link to nothing that exists; choose another directory")
+    path = directory.absolute()
+    first = next(place for place in (path, *path.parents) if place.exists())
     try:
-        tempfile.TemporaryFile(dir=first_existing(directory)).close()
-        for name, size in sizes.items():
-            place = directory / name
-            if place.is_file():
-                raise ValueError(
-                    f"--output: {place} is a file, but the {name}'s directory goes there; choose another directory"
-                )
-            parent = place.resolve().parent  # which may be on another disk
-            if (free := free_bytes(parent)) < size:
-                raise ValueError(
-                    f"--output: saving the {name} needs {size / 1e9:,.2f} GB in {parent}, but {free / 1e9:,.2f} GB are "
-                    "free there; make room, or choose another directory"
-                )
+        tempfile.TemporaryFile(dir=first).close()
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
@@ -115,16 +104,6 @@ def places(path: Path) -> tuple[Path, Path, Path]:
     the one that was there waits."""
     path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
     return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
-
-
-def free_bytes(directory: Path) -> int:
-    """Returns how much can be written to a directory that may not exist yet."""
-    return shutil.disk_usage(first_existing(directory)).free
-
-
-def first_existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:

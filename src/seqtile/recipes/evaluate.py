@@ -36,7 +36,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     Raises ValueError for bad input, and where the output cannot be written; MemoryError if memory is short.
     """
     if asked.output is not None:
-        check_output(asked.output, {})
+        check_output(asked.output)
     try:
         return _evaluated(asked)
     except Exception as error:
@@ -49,9 +49,9 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
 def _evaluated(asked: EvaluateOptions) -> Evaluation:
     device = device_of(asked.device)
     with nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank) as ctx:
-        config = load_config(asked.model, "MODEL")
+        load_config(asked.model, "MODEL")
         documents, text_bytes = _documents(asked)
-        model = load_model(asked.model, config, "MODEL")
+        model = load_model(asked.model, "MODEL")
         if asked.adapter is not None:
             with read_of(f"--adapter: {asked.adapter}"):
                 model.load_adapter(str(asked.adapter))  # which needs peft

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
+from trl import SFTTrainer
 
+import seqtile
 from seqtile.recipes import places
 
 if TYPE_CHECKING:
@@ -52,60 +53,21 @@ def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
         remove(new)
 
 
-def remove_incomplete(path: Path) -> None:
-    """Removes what a process left that was killed in `written_beside`."""
-    path, new, old = places(path)
-    if path.exists() or not old.exists():  # else it was killed between two renames, and `new` is complete
-        remove(new)
-
-
 def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
 
 
-@dataclass
-class RunResult:
-    """The measurements of a training run, of the steps done so far; lists have one entry a step."""
-
-    losses: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    tokens_per_second: float = 0.0
-    peak_mib: float = 0.0
-    status: str = ""
-    saved: str | None = None
-    """The directory of the saved model."""
-    note: str | None = None
-    """A remark, None if there is none."""
-
-
-RECENT = 10  # steps, by which the time that is left is told
-
-
-def step_figures(done: RunResult, tokens: int, steps: int) -> str:
-    """Returns the loss of the last step of `tokens`, and how long the others will take."""
-    seconds, left = done.step_seconds, steps - len(done.losses)
-    said = f"loss {done.losses[-1]:.4f}  {tokens / seconds[-1]:,.0f} tokens/s  peak {done.peak_mib:,.0f} MiB"
-    return f"{said}  {in_words(left * median(seconds[-RECENT:]))} left" if left else said
-
-
-def in_words(seconds: float) -> str:
-    """Returns a length of time in its two largest units at most."""
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def report_of(asked: "Asked", baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
-    """Returns the contents of report.json, of the steps that were done. `baseline` and `max_loss_difference` are None
-    without a comparison."""
-    done = len(tiled.losses)
-    if baseline is not None:
-        few = {"losses": baseline.losses[:done], "step_seconds": baseline.step_seconds[:done]}
-        baseline = replace(baseline, **few)
-    pairs = [] if baseline is None else zip(baseline.losses, tiled.losses, strict=True)
-    training = asked.training
+def report_of(asked: "Asked", trainer: SFTTrainer, name: str, baseline: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the contents of report.json: the run, under `name`, and the untiled run, if there was one, by the losses
+    that were logged. `max_loss_difference` is None without a comparison."""
+    training, logged = asked.training, [entry for entry in trainer.state.log_history if "loss" in entry]
+    run: dict[str, Any] = {}
+    for key in ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib"):
+        run[key] = [entry[key] for entry in logged]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    run["status"] = name if asked.own.untiled else str(seqtile.status(model))
+    pairs = [] if baseline is None else zip(baseline["loss"], run["loss"], strict=False)
     return {
         "model": asked.model.model_name_or_path,
         "seq_len": training.max_length,
@@ -114,10 +76,9 @@ def report_of(asked: "Asked", baseline: RunResult | None, tiled: RunResult, rank
         "dtype": "bfloat16" if training.bf16 else asked.model.dtype,
         "learning_rate": training.learning_rate,
         "seed": training.seed,
-        "steps": done,
-        "ranks": ranks,
-        "baseline": None if baseline is None else asdict(baseline),
-        "seqtile": asdict(tiled),
+        "ranks": training.world_size,
+        **({} if baseline is None else {"untiled": baseline}),
+        name: run,
         "max_loss_difference": max((abs(before - after) for before, after in pairs), default=None),
     }
 
@@ -146,9 +107,8 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
 
 
 def runs_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the runs of a report by the name that they are shown under."""
-    runs = {"untiled": report["baseline"], "seqtile": report["seqtile"]}
-    return {name: run for name, run in runs.items() if run is not None}
+    """Returns the runs of a report by their names."""
+    return {name: report[name] for name in ("untiled", "seqtile") if name in report}
 
 
 def title_of(report: dict[str, Any]) -> str:
@@ -165,18 +125,18 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     table = Table("")
     for name in runs:
         table.add_column(name, justify="right")
-    for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
-        table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs.values()))
+    steps = runs["seqtile"]["step"]
+    for i in sorted({round(row * (len(steps) - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
+        table.add_row(f"loss, step {steps[i]}", *(f"{run['loss'][i]:.6f}" for run in runs.values()))
     table.add_section()
-    table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs.values()))
-    table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs.values()))
-    table.add_row("tokens/s", *(f"{run['tokens_per_second']:,.0f}" for run in runs.values()))
+    table.add_row("peak memory, MiB", *(f"{max(run['peak_mib']):,.0f}" for run in runs.values()))
+    table.add_row("a step, s", *(f"{median(run['step_seconds']):.2f}" for run in runs.values()))
+    table.add_row("tokens/s", *(f"{median(run['tokens_per_second']):,.0f}" for run in runs.values()))
     console.print(table, soft_wrap=False)
     if "untiled" in runs:
-        console.print(
-            f"largest loss difference {report['max_loss_difference']:.1e}; "
-            f"peak memory {runs['seqtile']['peak_mib'] / runs['untiled']['peak_mib']:.0%} of the untiled model's"
-        )
+        ours, untiled = (max(run["peak_mib"]) for run in (runs["seqtile"], runs["untiled"]))
+        difference = f"largest loss difference {report['max_loss_difference']:.1e}"
+        console.print(f"{difference}; peak memory {ours / untiled:.0%} of the untiled model's")
 
 
 def picture(report: dict[str, Any]) -> "Figure":
@@ -185,7 +145,8 @@ def picture(report: dict[str, Any]) -> "Figure":
     from matplotlib.figure import Figure  # not in the process that trains, whose memory is measured
     from matplotlib.ticker import MaxNLocator
 
-    runs, steps = runs_of(report), report["steps"]
+    runs = runs_of(report)
+    steps = len(runs["seqtile"]["step"])
     styles = {"untiled": {"marker": "o", "color": "tab:gray", "linewidth": 3}}
     styles["seqtile"] = {"marker": "x", "color": "tab:blue", "linestyle": "--" if len(runs) > 1 else "-"}
     window = steps // 40 if steps >= SMOOTHED else 1
@@ -194,14 +155,14 @@ def picture(report: dict[str, Any]) -> "Figure":
     for name, run in runs.items():
         style = styles[name] | ({} if steps <= SHOWN else {"marker": None})
         if window > 1:
-            losses.plot(range(1, steps + 1), run["losses"], color=style["color"], linewidth=0.5, alpha=0.4)
+            losses.plot(run["step"], run["loss"], color=style["color"], linewidth=0.5, alpha=0.4)
             name = f"{name}, mean of {window} steps"
-        losses.plot(range(1, steps + 1), running_means(run["losses"], window), label=name, markersize=7, **style)
+        losses.plot(run["step"], running_means(run["loss"], window), label=name, markersize=7, **style)
     losses.set(title="loss", xlabel="step", ylabel="mean loss of a token")
     losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     losses.grid(alpha=0.3)
     losses.legend()
-    peaks, colors = [run["peak_mib"] for run in runs.values()], [styles[name]["color"] for name in runs]
+    peaks, colors = [max(run["peak_mib"]) for run in runs.values()], [styles[name]["color"] for name in runs]
     bars = memory.bar(list(runs), peaks, width=0.5, color=colors)
     memory.bar_label(bars, fmt="{:,.0f}")
     memory.margins(y=0.12)

@@ -8,46 +8,57 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress
 from torch import nn
+from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
 from seqtile import sp
 from seqtile.fitting import of_every_rank
-from seqtile.recipes.data import in_brief
+from seqtile.recipes import in_brief
 from seqtile.recipes.memory import peak_mib
-from seqtile.recipes.output import RunResult, remove, step_figures
+from seqtile.recipes.output import remove
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-RESULT = "seqtile.json"
-"""The file of a checkpoint with the options of its run, and what was measured until then."""
-CHECKPOINT, INCOMPLETE = "checkpoint", ".incomplete-"
+OPTIONS = "seqtile.json"
+"""The file of a checkpoint with the options that a run which goes on from it must share."""
 
 
 class Tuner(SFTTrainer):
-    """Writes a checkpoint beside its place and renames it once it is whole; if that cannot be, says so and trains on.
+    """Measures steps, and writes a checkpoint beside its place and renames it once it is whole; if that cannot be, says
+    so and trains on.
 
-    `figures` are the options that a run that goes on must share.
+    `same` are the options that a run which goes on must share.
     """
 
     beside: str | None = None
     """The directory in which a checkpoint is being written."""
 
-    def __init__(self, *args: Any, figures: dict[str, Any], watch: "Watch", **kwargs: Any):
-        self.figures, self.watch = figures, watch
+    def __init__(self, *args: Any, same: dict[str, Any], watch: "Watch", **kwargs: Any):
+        self.same, self.watch = same, watch
         super().__init__(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.watch.losses.append(loss.detach())
-        return loss
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.watch.tokens += inputs["input_ids"].numel()
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what was measured since the last loss. Raises ValueError for a loss that is not finite."""
+        if "loss" in logs:
+            logs |= self.watch.measured("cpu" if self.args.use_cpu else "cuda")
+        super().log(logs, start_time)
+        if not math.isfinite(logs.get("loss", 0)):
+            raise ValueError(
+                f"the loss of step {self.state.global_step} is {logs['loss']}; nothing was saved of it. Train with a "
+                "smaller --learning-rate, or look at the data"
+            )
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.beside or super()._get_output_dir(trial)
@@ -57,10 +68,10 @@ class Tuner(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         check_finite(self.model)
-        output, name, failed = Path(self.args.output_dir), f"{CHECKPOINT}-{self.state.global_step}", None
+        output, name, failed = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}", None
         if (output / name).exists():
             return
-        aside, main = output / f"{INCOMPLETE}{name}", self.is_world_process_zero()
+        aside, main = output / f".incomplete-{name}", self.is_world_process_zero()
         try:
             self.beside = str(aside)
             if main:
@@ -68,14 +79,13 @@ class Tuner(SFTTrainer):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if main:
-                found = {"options": self.figures, "result": vars(self.watch.result)}
-                (aside / name / RESULT).write_text(json.dumps(found), encoding="utf-8")
+                (aside / name / OPTIONS).write_text(json.dumps(self.same), encoding="utf-8")
                 (aside / name).replace(output / name)
         except Exception as error:  # safetensors, torch and the system have one each for a full disk
             failed = error
         finally:
             self.beside = None
-        if anywhere(failed is not None):
+        if of_every_rank(float(failed is not None)).any():
             why = "on another rank" if failed is None else in_brief(failed)
             self.watch.say(f"note: no checkpoint after step {self.state.global_step} of {self.state.max_steps} ({why})")
         elif main:
@@ -89,11 +99,6 @@ class OverRanks(sp.SequenceParallelTrainerMixin, Tuner):
     """The same on sequences that ranks share."""
 
 
-def anywhere(here: bool) -> bool:
-    """Returns whether it is so on any rank."""
-    return bool(of_every_rank(float(here)).any())
-
-
 def check_finite(model: nn.Module) -> None:
     """Raises ValueError if a weight is NaN or infinite."""
     for name, weight in model.named_parameters():
@@ -102,16 +107,22 @@ def check_finite(model: nn.Module) -> None:
 
 
 class Watch(TrainerCallback):
-    """Shows a line a step, ends the run at a loss that is not finite, and saves and ends it on a signal."""
+    """Shows a line for every loss that is logged, and saves and ends the run on a signal.
 
-    def __init__(self, name: str, console: Console, tokens: int):
-        self.name, self.console, self.tokens = name, console, tokens
-        self.result, self.losses, self.got = RunResult(), [], None
+    `shared_by` is the number of ranks that share a sequence, `predicted` the memory of a step, in MiB.
+    """
+
+    got: int | None = None
+    """The signal that ended the run."""
+
+    def __init__(self, name: str, console: Console, shared_by: int = 1):
+        self.name, self.console, self.shared_by, self.predicted = name, console, shared_by, None
+        self.tokens = self.steps = 0  # since the last loss
         self.start = 0.0
-        self._bar: Any = None
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        with tqdm.external_write_mode():
+            self.console.print(text)
 
     @contextmanager
     def signals_noted(self) -> Iterator[None]:
@@ -131,41 +142,45 @@ class Watch(TrainerCallback):
             self.say("interrupted: after this step the model is saved; Ctrl-C again ends it at once")
         self.got = number
 
-    @contextmanager
-    def bar(self, total: int) -> Iterator[None]:
-        step, figures = "{task.description} {task.completed}/{task.total}", "{task.fields[figures]}"
-        disable = not self.console.is_terminal
-        with Progress(step, BarColumn(bar_width=12), figures, console=self.console, disable=disable) as progress:
-            self._bar = (
-                progress,
-                progress.add_task(self.name, total=total, completed=len(self.result.losses), figures=""),
-            )
-            yield
+    def measured(self, device: str) -> dict[str, float]:
+        """Returns the seconds of a step since the last loss, the tokens per second of all ranks, and the largest peak
+        of one."""
+        seconds = time.perf_counter() - self.start
+        ranks = of_every_rank(self.tokens, peak_mib(device))
+        tokens = ranks[:, 0].sum().item() / self.shared_by
+        found = {"step_seconds": seconds / self.steps, "tokens_per_second": tokens / seconds}
+        self.tokens = self.steps = 0
+        return found | {"peak_mib": ranks[:, 1].max().item()}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        done = {"initial": state.global_step, "total": state.max_steps}
+        self.bar = tqdm(desc=self.name, disable=self.console.quiet or not self.console.is_terminal, **done)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
-        self.losses.clear()
+        if self.steps == 0:
+            self.start = time.perf_counter()
+        self.steps += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        loss = torch.stack(self.losses).sum()
-        device = "cpu" if args.use_cpu else "cuda"
-        ranks = of_every_rank(loss.item(), float(self.got is not None), peak_mib(device))
-        result = self.result
-        result.losses.append(ranks[:, 0].mean().item())
-        result.step_seconds.append(time.perf_counter() - self.start)
-        result.peak_mib = max(result.peak_mib, ranks[:, 2].max().item())
-        said = step_figures(result, self.tokens, state.max_steps)
-        progress, bar = self._bar
-        progress.update(bar, total=state.max_steps, completed=state.global_step, figures=said)
-        if not self.console.is_terminal:
-            self.say(f"{self.name}: step {state.global_step}/{state.max_steps}  {said}")
-        if not math.isfinite(result.losses[-1]):
-            raise ValueError(
-                f"the loss of step {state.global_step} is {result.losses[-1]}; nothing was saved of it. Train with a "
-                "smaller --learning-rate, or look at the data"
-            )
-        if ranks[:, 1].any():
+        self.bar.update()
+        if of_every_rank(float(self.got is not None)).any():
             control.should_save = control.should_training_stop = True
             self.got = self.got or signal.SIGTERM
         elif state.global_step == state.max_steps and args.save_strategy != "no":
             control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "eval_loss" in logs:
+            self.say(f"{self.name}: evaluated after step {state.global_step}  loss {logs['eval_loss']:.4f}")
+        if "loss" not in logs:
+            return
+        said = f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}"
+        said += f"  {logs['tokens_per_second']:,.0f} tokens/s  peak {logs['peak_mib']:,.0f} MiB"
+        said += f" ({self.predicted:,.0f} predicted)" if self.predicted else ""
+        recent = [entry["step_seconds"] for entry in state.log_history if "step_seconds" in entry][-10:]
+        if left := state.max_steps - state.global_step:
+            said += f"  {tqdm.format_interval(left * median(recent))} left"
+        self.say(f"{self.name}: {said}")

@@ -1,0 +1,155 @@
+"""The rows that `seqtile finetune` trains on, from text files, tables or a data set of the hub."""
+
+import os
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from datasets import Dataset, load_dataset
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from trl import get_dataset
+
+from seqtile.recipes import HUB_NAME, what_is_here
+from seqtile.recipes.data import read_of, read_text
+from seqtile.recipes.options import Asked
+
+TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+LISTED = 10  # skipped files, of more
+
+
+def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None, str]:
+    """Returns the rows to train on, those to evaluate on or None, and what to say of them.
+
+    Rows of tables, or of a data set of the hub, are as TRL takes them. Text files become rows of --seq-len tokens, all
+    of which are trained. Raises ValueError for what cannot be read.
+    """
+    script, mixture, training = asked.script, asked.mixture, asked.training
+    names = [script.dataset_name] if script.dataset_name else asked.own.data
+    if mixture.datasets:
+        found = get_dataset(mixture)
+    elif len(names) == 1 and not Path(names[0]).exists() and HUB_NAME.fullmatch(names[0]) and "/" in names[0]:
+        with read_of(f"--data: {names[0]} of the hub", "pass files, or another name"):
+            found = load_dataset(names[0], script.dataset_config, streaming=script.dataset_streaming)
+    else:
+        paths = [Path(name) for name in names] or standard_library()
+        files = list(files_of(paths))
+        tables = [file for file in files if file.suffix.lower() in TABLES]
+        kinds = {TABLES[file.suffix.lower()] for file in tables}
+        if not tables or (len(tables) < len(files) and not set(tables) & set(paths)):
+            return texts(asked, files, tokenizer)
+        if len(tables) < len(files) or len(kinds) > 1:
+            raise ValueError(f"--data: expected files of one kind, got {', '.join(sorted(map(str, paths)))}")
+        with read_of(f"--data: {tables[0]}", "pass a table of one row a line"), TemporaryDirectory() as cache:
+            given = {"data_files": list(map(str, tables)), "cache_dir": cache, "keep_in_memory": True}
+            found = {"train": load_dataset(*kinds, split="train", **given)}
+        if mixture.test_split_size:
+            found = found["train"].train_test_split(mixture.test_split_size, seed=training.seed)
+    name, test = script.dataset_train_split, script.dataset_test_split
+    wanted = [name, test] if training.eval_strategy != "no" else [name]
+    for split in wanted:
+        if split not in found:
+            remedy = "pass --test-split-size" if split == test else "pass another --dataset-train-split"
+            raise ValueError(f"--data: there is no split {split}, only {', '.join(found)}; {remedy}")
+    rows = found[name]
+    columns, known = rows.column_names or [], {"messages", "text", "prompt", "completion", "input_ids", "conversations"}
+    if columns and not known & {*columns, "text" if training.dataset_text_field in columns else ""}:
+        expected = "expected messages, prompt with completion, or text"
+        raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
+    length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
+    return rows, found[test] if test in wanted else None, f"data: {length}{', '.join(columns)}"
+
+
+def texts(asked: Asked, files: list[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, None, str]:
+    """Returns text files as rows of --seq-len tokens, and what to say of them."""
+    training = asked.training
+    a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    a_step *= training.world_size // asked.own.sequence_parallel
+    count = training.max_steps * a_step if training.max_steps > 0 else sys.maxsize
+    found = sequences(files, tokenizer, training.max_length, count)
+    rows = list(found.rows)
+    return Dataset.from_dict({"input_ids": rows, "labels": rows}), None, str(found)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences to train on, and how much text they were cut from; prints as one line."""
+
+    rows: np.ndarray
+    """[count, seq_len] int64 token ids."""
+    files: int
+    skipped: dict[Path, str]
+    """Why each of these files was, as far as they were read."""
+    tokens: int
+    """All that were read."""
+    needed: int
+    """Sequences that the run takes."""
+
+    def __str__(self) -> str:
+        full = len(self.rows)
+        lines = [f"data: {counted(self.files, 'file')} read, {self.tokens:,} tokens: {counted(full, 'sequence')}"]
+        if full < self.needed < 2**31:
+            times = f"each comes {self.needed / full:.1f} times on average"
+            lines.append(f"data repeats: {self.needed:,} sequences are needed, so {times}")
+        lines += [f"skipped: {file} ({why})" for file, why in list(self.skipped.items())[:LISTED]]
+        if (more := len(self.skipped) - LISTED) > 0:
+            lines.append(f"skipped: {counted(more, 'file')} more")
+        return "\n".join(lines)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int) -> Sequences:
+    """Returns up to `count` sequences of `seq_len` tokens: documents joined by the end-of-text token; no more files are
+    read than needed. Raises ValueError if not one is full."""
+    ids, read, skipped = array("q"), 0, {}
+    for file in files:
+        if len(ids) >= count * seq_len:
+            break
+        try:
+            with file.open(encoding="utf-8-sig") as opened:  # a byte order mark is no text
+                found = tokenizer(read_text(opened), add_special_tokens=False, verbose=False)["input_ids"]
+            why = None if found else "empty"
+        except UnicodeError:
+            why = "not UTF-8 text"
+        except OSError as error:
+            why = f"unreadable: {os.strerror(error.errno or 0)}"
+        why = "a table of rows, not text" if file.suffix.lower() in TABLES else why
+        if why is None:
+            read += 1
+            ids.extend(found if tokenizer.eos_token_id is None else [*found, tokenizer.eos_token_id])
+        else:
+            skipped[file] = why
+    if skipped and not read:
+        first = "{} ({})".format(*next(iter(skipped.items())))
+        raise ValueError(
+            f"--data holds no UTF-8 text: {counted(len(skipped), 'file')} skipped, {first} first; pass text files"
+        )
+    full = min(count, len(ids) // seq_len)
+    if full == 0:
+        raise ValueError(
+            f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
+            "--seq-len"
+        )
+    rows = np.frombuffer(ids, dtype=np.int64)[: full * seq_len].reshape(full, seq_len)
+    return Sequences(rows, read, skipped, len(ids), count)
+
+
+def files_of(paths: list[Path]) -> Iterator[Path]:
+    """Yields the files, and those under the directories, in sorted order. Raises ValueError for what is neither."""
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"--data: {path} does not exist{what_is_here(path)}; pass files, or directories of them")
+        if not path.is_dir() and not path.is_file():
+            raise ValueError(f"--data: {path} is a pipe or a device, expected files; save its text in one")
+        yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def standard_library() -> list[Path]:
+    """Returns the source of the running Python's standard library: a long real document that every machine has."""
+    return sorted(Path(os.__file__).parent.glob("*.py"))

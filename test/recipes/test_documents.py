@@ -19,11 +19,10 @@ def test_no_more_files_are_read_than_needed(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("héllo" * 40, encoding="utf-8")
     (tmp_path / "a.txt").write_text("words and " * 30)
     files = sorted(tmp_path.glob("*.txt"))
-    few = sequences(files, tokenizer, seq_len=100, count=3)
-    assert (few.files, few.skipped, few.tokens) == (1, {}, 301)
-    many = sequences(files, tokenizer, seq_len=100, count=5)
-    assert (many.files, list(many.skipped), many.tokens) == (2, [files[1]], 502)
-    assert many.rows.flatten()[301:].tolist() == tokenizer("héllo" * 40)["input_ids"][:199]
+    assert sequences(files, tokenizer, seq_len=100, count=3)[1] == ["data: 1 file read, 301 tokens: 3 sequences"]
+    rows, said = sequences(files, tokenizer, seq_len=100, count=5)
+    assert said == ["data: 2 files read, 502 tokens: 5 sequences", f"skipped: {files[1]} (not UTF-8 text)"]
+    assert rows.flatten()[301:].tolist() == tokenizer("héllo" * 40)["input_ids"][:199]
 
 
 def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> None:
@@ -39,20 +38,18 @@ def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> Non
     assert [file.name for file in files_of((data,))] == ["x.md", "b.txt", "c.bin", "d.txt", "e.txt"]
     assert list(files_of((data / "b.txt",))) == [data / "b.txt"]
     assert sum(path.stat().st_size for path in standard_library()) > 1_000_000, "the default document is long"
-    read = sequences(list(files_of((data,))), tokenizer, seq_len=4, count=5)
-    rows = read.rows
+    rows, said = sequences(list(files_of((data,))), tokenizer, seq_len=4, count=5)
     letters = [tokenizer.convert_ids_to_tokens(row) for row in rows.tolist()]
     assert letters[0] == list("firs") and letters[1] == ["t", "</s>", "s", "e"]
     assert rows.shape == (3, 4) and rows.dtype == np.int64
-    assert str(read).splitlines() == [
+    assert said == [
         "data: 2 files read, 13 tokens: 3 sequences",
         "data repeats: 5 sequences are needed, so each comes 1.7 times on average",
         f"skipped: {data}/c.bin (not UTF-8 text)",
         f"skipped: {data}/d.txt (not UTF-8 text)",
         f"skipped: {data}/e.txt (empty)",
     ]
-    enough = sequences(list(files_of((data,))), tokenizer, seq_len=4, count=1)
-    assert str(enough) == "data: 1 file read, 6 tokens: 1 sequence"
+    assert sequences(list(files_of((data,))), tokenizer, 4, 1)[1] == ["data: 1 file read, 6 tokens: 1 sequence"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that nobody can read")
@@ -63,9 +60,8 @@ def test_what_cannot_be_read_is_skipped_and_said(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(b"")
     (tmp_path / "words").write_text("words")
     files = [Path("/proc/self/mem"), *tmp_path.glob("*.txt"), tmp_path / "words"]
-    read = sequences(files, tokenizer, seq_len=4, count=1)
-    lines = str(read).splitlines()
-    assert lines[1] == "skipped: /proc/self/mem (unreadable: Input/output error)" and "/words" not in str(read)
+    lines = sequences(files, tokenizer, seq_len=4, count=1)[1]
+    assert lines[1] == "skipped: /proc/self/mem (unreadable: Input/output error)" and "/words" not in str(lines)
     assert len(lines) == 12 and lines[-1] == "skipped: 3 files more"
     with pytest.raises(ValueError, match="--data holds no UTF-8 text: 1 file skipped, /proc/self/mem"):
         sequences([Path("/proc/self/mem")], tokenizer, seq_len=4, count=1)

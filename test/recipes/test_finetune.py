@@ -62,21 +62,26 @@ def test_compare(
     printed = capfd.readouterr().out + ours
     assert code == 0, printed
     report = json.loads((output / "report.json").read_text())
-    for run in ("untiled", "seqtile"):
-        assert len(report[run]["loss"]) == 3 and min(report[run]["peak_mib"]) > 100
-        assert report[run]["loss"][0] > report[run]["loss"][2], "it learns"
-    assert "seqtile, 2048 tokens a chunk, 2 of 2 fused" in report["seqtile"]["status"]
-    assert re.search(r"the first training step: .*equal the untiled model's", report["seqtile"]["status"])
-    differences = [abs(a - b) for a, b in zip(report["untiled"]["loss"], report["seqtile"]["loss"], strict=True)]
-    assert report["max_loss_difference"] == max(differences) <= 1e-4
+    untiled, tiled = report["runs"]["untiled"], report["runs"]["seqtile"]
+    for run in (untiled, tiled):
+        assert len(run["loss"]) == 3 and min(run["peak_mib"]) > 100
+        assert run["loss"][0] > run["loss"][2], "it learns"
+    assert "seqtile, 2048 tokens a chunk, 2 of 2 fused" in tiled["status"]
+    assert re.search(r"the first training step: .*equal the untiled model's", tiled["status"])
+    difference = max(abs(a - b) for a, b in zip(untiled["loss"], tiled["loss"], strict=True))
+    assert f"largest loss difference {difference:.1e}; peak memory " in ours and difference <= 1e-4
     for name in ("untiled", "seqtile"):
         for step, end in ((1, r"  \d\d:\d\d left"), (2, r"  \d\d:\d\d left"), (3, "")):
             peak = r"peak [\d,]+ MiB \([\d,]+ predicted\)"
             line = rf"{name}: step {step}/3  loss \d\.\d{{4}}  [\d,]+ tokens/s  {peak}{end}"
             assert re.search(f"^{line}$", printed, re.MULTILINE), "a line a step"
-    assert ours.startswith("data: 1 file read, ") and "\033" not in printed
+    assert (
+        ours.startswith("data: 1 file read, ")
+        and "\n  mlp   seqtile, 2048 tokens a chunk" in ours
+        and "\033" not in printed
+    )
     assert not re.search("[\r\b]", printed), "no bars in a log"
-    assert "peak memory, MiB" in ours and f"{report['seqtile']['loss'][2]:.6f}" in ours
+    assert "peak memory, MiB" in ours and f"{tiled['loss'][2]:.6f}" in ours
     assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
     before, after = (AutoModelForCausalLM.from_pretrained(place) for place in (pretrained, output / "model"))
     assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), after.parameters(), strict=True))
@@ -90,7 +95,7 @@ def test_chats_with_adapters(pretrained: Path, chats: Path, tmp_path: Path) -> N
     assert code == 0 and "data: 8 rows of messages" in said and "step 8/8" in said, said
     config = json.loads((output / "model" / "adapter_config.json").read_text())
     assert config["lora_dropout"] == 0 and config["r"] == 16
-    assert json.loads((output / "report.json").read_text())["learning_rate"] == 2e-4
+    assert json.loads((output / "report.json").read_text())["options"]["learning_rate"] == 2e-4
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained), output / "model").eval()
     merged = AutoModelForCausalLM.from_pretrained(output / "merged").eval()
     ids = torch.randint(3, 90, (1, 40))
@@ -117,7 +122,7 @@ def test_a_file_of_options(pretrained: Path, document: Path, tmp_path: Path) -> 
     code, said = on_rank("--config", file, "--steps", "3", "--output", tmp_path / "run")
     assert code == 0 and "step 3/3" in said, said
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["seq_len"] == 60 and "\n  layer " in report["seqtile"]["status"]
+    assert report["options"]["max_length"] == 60 and "\n  layer " in report_of(tmp_path / "run")["status"]
 
 
 def test_fit(pretrained: Path, tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_fit(pretrained: Path, tmp_path: Path) -> None:
 
 
 def report_of(output: Path) -> dict:
-    return json.loads((output / "report.json").read_text())["seqtile"]
+    return json.loads((output / "report.json").read_text())["runs"]["seqtile"]
 
 
 def refused(*arguments: object) -> str:

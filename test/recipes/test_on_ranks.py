@@ -31,7 +31,7 @@ def test_sequences_that_ranks_share(pool: Pool, shared: int, tmp_path: Path) -> 
     code, said = on_rank(*common, "--per-device-train-batch-size", groups, "--output", str(tmp_path / "one"))
     assert code == 0, said
     losses, expected = (
-        json.loads((tmp_path / name / "report.json").read_text())["seqtile"]["loss"] for name in ("run", "one")
+        json.loads((tmp_path / name / "report.json").read_text())["runs"]["seqtile"]["loss"] for name in ("run", "one")
     )
     assert losses == pytest.approx(expected, rel=1e-5)
     start, ours, theirs = (

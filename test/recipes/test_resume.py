@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> tuple[object, ...]:
 
 
 def trained(output: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses = json.loads((output / "report.json").read_text())["seqtile"]["loss"]
+    losses = json.loads((output / "report.json").read_text())["runs"]["seqtile"]["loss"]
     return losses, load_file(output / "model" / "model.safetensors")
 
 
@@ -78,8 +78,8 @@ def test_one_process(job: tuple, peft: bool, tmp_path: Path) -> None:
     if not peft:
         assert_same(output, whole)
     else:
-        assert json.loads((output / "report.json").read_text())["seqtile"]["loss"] == pytest.approx(
-            json.loads((whole / "report.json").read_text())["seqtile"]["loss"], abs=0
+        assert json.loads((output / "report.json").read_text())["runs"]["seqtile"]["loss"] == pytest.approx(
+            json.loads((whole / "report.json").read_text())["runs"]["seqtile"]["loss"], abs=0
         )
 
 

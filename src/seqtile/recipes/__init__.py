@@ -14,7 +14,6 @@ from typing import Any
 from seqtile.memory.setup import expect
 
 DEFAULT_MODEL = "smollm2-135m"
-DEVICES = (None, "cpu", "cuda")
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # NAME or OWNER/NAME
 TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
@@ -62,7 +61,6 @@ class EvaluateOptions:
         fits = self.stride is None or 1 <= self.stride < (self.context or 0)
         longer = f"--context, which is {self.context or 'not given'} (pass a longer one, or leave --stride out)"
         expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
         expect("--context", self.context is None or self.context >= 2, TWO_TOKENS, self.context)
         expect("--stride", fits, f"at least 1 and less than {longer}", self.stride)
         for file in (*self.text, *([self.adapter] if self.adapter else [])):
@@ -97,13 +95,6 @@ def check_output(directory: Path) -> None:
         raise ValueError(
             f"--output: {directory} cannot be written to ({os.strerror(error.errno or 0)}); choose another directory"
         ) from error
-
-
-def places(path: Path) -> tuple[Path, Path, Path]:
-    """Returns `path` itself, or what it links to; what is written first, beside it and so on the same disk; and where
-    the one that was there waits."""
-    path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
-    return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
 
 
 def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from seqtile.memory.setup import expect
 from seqtile.memory.simulate import quiet
 from seqtile.recipes import hub_config, in_brief, source, what_is_here
 
@@ -29,9 +30,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def device_of(asked: str | None) -> str:
     """Returns the device of --device, by default a GPU if there is one. Raises ValueError if it does not exist."""
+    expect("--device", asked in (None, "cpu", "cuda"), "cpu or cuda", asked)
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def memory_errors(who: str, remedy: str) -> Iterator[None]:
+    """Raises MemoryError, which says `who` needs it and a remedy, where memory was short inside."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"{who} more memory than there is; {remedy}") from error
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,44 +68,15 @@ def texts(asked: Asked, files: list[Path], tokenizer: PreTrainedTokenizerBase) -
     a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
     a_step *= training.world_size // asked.own.sequence_parallel
     count = training.max_steps * a_step if training.max_steps > 0 else sys.maxsize
-    found = sequences(files, tokenizer, training.max_length, count)
-    rows = list(found.rows)
-    return Dataset.from_dict({"input_ids": rows, "labels": rows}), None, str(found)
+    rows, said = sequences(files, tokenizer, training.max_length, count)
+    return Dataset.from_dict({"input_ids": list(rows), "labels": list(rows)}), None, "\n".join(said)
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Sequences to train on, and how much text they were cut from; prints as one line."""
-
-    rows: np.ndarray
-    """[count, seq_len] int64 token ids."""
-    files: int
-    skipped: dict[Path, str]
-    """Why each of these files was, as far as they were read."""
-    tokens: int
-    """All that were read."""
-    needed: int
-    """Sequences that the run takes."""
-
-    def __str__(self) -> str:
-        full = len(self.rows)
-        lines = [f"data: {counted(self.files, 'file')} read, {self.tokens:,} tokens: {counted(full, 'sequence')}"]
-        if full < self.needed < 2**31:
-            times = f"each comes {self.needed / full:.1f} times on average"
-            lines.append(f"data repeats: {self.needed:,} sequences are needed, so {times}")
-        lines += [f"skipped: {file} ({why})" for file, why in list(self.skipped.items())[:LISTED]]
-        if (more := len(self.skipped) - LISTED) > 0:
-            lines.append(f"skipped: {counted(more, 'file')} more")
-        return "\n".join(lines)
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int) -> Sequences:
-    """Returns up to `count` sequences of `seq_len` tokens: documents joined by the end-of-text token; no more files are
-    read than needed. Raises ValueError if not one is full."""
+def sequences(
+    files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int
+) -> tuple[np.ndarray, list[str]]:
+    """Returns up to `count` sequences of `seq_len` tokens, [sequences, seq_len] int64, and lines to print: documents
+    joined by the end-of-text token; no more files are read than needed. Raises ValueError if not one is full."""
     ids, read, skipped = array("q"), 0, {}
     for file in files:
         if len(ids) >= count * seq_len:
@@ -114,30 +84,37 @@ def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
         try:
             with file.open(encoding="utf-8-sig") as opened:  # a byte order mark is no text
                 found = tokenizer(read_text(opened), add_special_tokens=False, verbose=False)["input_ids"]
-            why = None if found else "empty"
+            why = "empty" if not found else "a table of rows, not text" if file.suffix.lower() in TABLES else None
         except UnicodeError:
             why = "not UTF-8 text"
         except OSError as error:
             why = f"unreadable: {os.strerror(error.errno or 0)}"
-        why = "a table of rows, not text" if file.suffix.lower() in TABLES else why
-        if why is None:
-            read += 1
-            ids.extend(found if tokenizer.eos_token_id is None else [*found, tokenizer.eos_token_id])
-        else:
+        if why is not None:
             skipped[file] = why
+            continue
+        read += 1
+        ids.extend(found if tokenizer.eos_token_id is None else [*found, tokenizer.eos_token_id])
     if skipped and not read:
         first = "{} ({})".format(*next(iter(skipped.items())))
         raise ValueError(
             f"--data holds no UTF-8 text: {counted(len(skipped), 'file')} skipped, {first} first; pass text files"
         )
-    full = min(count, len(ids) // seq_len)
-    if full == 0:
+    if (full := min(count, len(ids) // seq_len)) == 0:
         raise ValueError(
             f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
             "--seq-len"
         )
-    rows = np.frombuffer(ids, dtype=np.int64)[: full * seq_len].reshape(full, seq_len)
-    return Sequences(rows, read, skipped, len(ids), count)
+    said = [f"data: {counted(read, 'file')} read, {len(ids):,} tokens: {counted(full, 'sequence')}"]
+    if full < count < sys.maxsize:
+        said.append(f"data repeats: {count:,} sequences are needed, so each comes {count / full:.1f} times on average")
+    said += [f"skipped: {file} ({why})" for file, why in list(skipped.items())[:LISTED]]
+    if (more := len(skipped) - LISTED) > 0:
+        said.append(f"skipped: {counted(more, 'file')} more")
+    return np.frombuffer(ids, dtype=np.int64)[: full * seq_len].reshape(full, seq_len), said
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def files_of(paths: list[Path]) -> Iterator[Path]:

@@ -15,15 +15,7 @@ from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
 from seqtile.recipes import EvaluateOptions, check_output
-from seqtile.recipes.data import (
-    device_of,
-    is_out_of_memory,
-    load_config,
-    load_model,
-    load_tokenizer,
-    read_of,
-    read_text,
-)
+from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, memory_errors, read_of, read_text
 from seqtile.recipes.output import write_figures
 
 if TYPE_CHECKING:
@@ -37,18 +29,10 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     """
     if asked.output is not None:
         check_output(asked.output)
-    try:
-        return _evaluated(asked)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
-        raise MemoryError(f"MODEL {asked.model} and its documents need more memory than there is; {remedy}") from error
-
-
-def _evaluated(asked: EvaluateOptions) -> Evaluation:
     device = device_of(asked.device)
-    with nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank) as ctx:
+    remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
+    ranks = nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank)
+    with memory_errors(f"MODEL {asked.model} and its documents need", remedy), ranks as ctx:
         load_config(asked.model, "MODEL")
         documents, text_bytes = _documents(asked)
         model = load_model(asked.model, "MODEL")

@@ -1,7 +1,6 @@
 """`seqtile finetune`: TRL's SFTTrainer with seqtile in it, from the options to the report."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,18 +23,17 @@ from transformers.utils.logging import disable_progress_bar
 from trl import get_peft_config
 from trl import get_quantization_config as quantization_of
 
-import seqtile
 from seqtile import sp
 from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.recipes import check_output
-from seqtile.recipes.data import is_out_of_memory, load_config, load_model, load_tokenizer
+from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
 from seqtile.recipes.documents import dataset_of
 from seqtile.recipes.memory import MIB, return_freed_memory, setup_of
 from seqtile.recipes.options import Asked, Parser, parsed
-from seqtile.recipes.output import print_table, report_of, write_report, written_beside
+from seqtile.recipes.output import picture, print_table, report_of, write_figures, written_beside
 from seqtile.recipes.tuner import OPTIONS, OverRanks, Tuner, Watch, check_finite
 
 
@@ -57,22 +56,20 @@ def finetune(arguments: list[str], console: Console) -> int | None:
         Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
     check_output(output)
     with held(output, training.process_index == 0):
-        baseline = untiled_run(arguments, console) if own.compare else None
+        untiled = untiled_run(arguments, console) if own.compare else None
         watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
-        with memory_errors():
+        with memory_errors("the run needs", "--layer, --fit or a shorter --seq-len needs less"):
             trainer = trained(asked, watch)
         place = output if own.untiled else saved(trainer, output, watch, own.merge)
         if not trainer.is_world_process_zero():
             return watch.got
-        report = report_of(asked, trainer, watch.name, baseline)
+        report = report_of(asked, trainer, untiled)
         if own.untiled:
             (output / "report.json").write_text(json.dumps(report))
             return watch.got
-        write_report(report, place)
         print_table(report, console)
-        if note := no_layer_tiled(asked, seqtile.status(trainer.accelerator.unwrap_model(trainer.model))):
-            console.print(f"note: {note}")
         console.print(f"model, report.json and report.png are in {place}")
+        write_figures(place / "report", report, partial(picture, report))
     if place != output:
         raise OSError(f"the model could not be saved in {output}; it is in {place}")
     if training.push_to_hub:
@@ -91,18 +88,6 @@ def held(output: Path, main: bool) -> Iterator[None]:
         raise ValueError(f"--output: another run writes to {output}; choose another directory") from error
     with lock:
         yield
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raises MemoryError with a remedy where memory was short inside."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = "--layer, --fit or a shorter --seq-len need less"
-        raise MemoryError(f"the run had too little memory ({error}); {remedy}") from error
 
 
 def trained(asked: Asked, watch: Watch) -> Tuner:
@@ -161,17 +146,6 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch) -> None:
         own = asked.own
         trainer.add_callback(SeqtileCallback(layer=own.layer, head_groups=own.groups, offload=own.offload))
     trainer.add_callback(watch)
-
-
-def no_layer_tiled(asked: Asked, status: Any) -> str | None:
-    """Returns that no layer was tiled, and why, where the sequence, or a rank's part of it, is no longer than a
-    chunk."""
-    sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.untiled_tokens]
-    tokens = math.ceil(asked.training.max_length / asked.own.sequence_parallel)
-    if not sizes or tokens > min(sizes):
-        return None
-    tokens_are = f"{tokens:,} tokens are no more than a chunk of {min(sizes):,}"
-    return f"no layer was tiled, since {tokens_are}; pass a longer --seq-len"
 
 
 def checkpoint_to_go_on_from(asked: Asked) -> str | None:
@@ -238,7 +212,7 @@ def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | None
             process.wait()
         file = Path(aside) / "report.json"
         if code == 0 and file.exists():
-            return json.loads(file.read_text())["untiled"]
+            return json.loads(file.read_text())["runs"]["seqtile"]
     if code in (-9, 1):
         console.print("note: the untiled run did not come to its end, so there is nothing to compare with")
         return None

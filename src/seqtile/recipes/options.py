@@ -3,14 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers.hf_argparser import HfArg
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 from yaml import YAMLError
 
 from seqtile.memory.room import MARGIN
 from seqtile.memory.setup import expect
-from seqtile.recipes import DEFAULT_MODEL, DEVICES, TWO_TOKENS, number_or_name, source
+from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, number_or_name, source
+from seqtile.recipes.data import device_of
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 SAME = (
@@ -103,10 +103,7 @@ class TrainingOptions(SFTConfig):
     run_on: str | None = HfArg(default=None, aliases=["--device"], help="cpu or cuda; by default cuda if there is one.")
 
     def __post_init__(self) -> None:
-        expect("--device", self.run_on in DEVICES, "cpu or cuda", self.run_on)
-        if self.run_on == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
-        self.use_cpu |= self.run_on == "cpu" or not torch.cuda.is_available()
+        self.use_cpu |= device_of(self.run_on) == "cpu"
         self.ddp_backend = self.ddp_backend or ("gloo" if self.use_cpu and self.local_rank >= 0 else None)
         self.bf16 = not (self.use_cpu or self.fp16) if self.bf16 is None else self.bf16
         self.disable_tqdm = True

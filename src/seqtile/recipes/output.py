@@ -3,23 +3,21 @@ is printed as a table too. Nothing half-written stays, what was there is kept un
 is lost."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers.utils import logging
 from trl import SFTTrainer
 
 import seqtile
-from seqtile.recipes import places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,16 +26,15 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
-SMOOTHED = 200  # steps: of so many and more, the picture shows means of a fortieth of them
 
 
 @contextmanager
-def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
-    """Yields where to write a file or a directory, which then takes the place of `path`, unless an exception is raised.
-
-    With `keep`, files of a directory that is replaced stay, where the new one lacks them, but for weights.
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yields where to write a file or a directory, which then takes the place of `path`, or of what it links to, unless
+    an exception is raised. Files of a directory that is replaced stay, where the new one lacks them, but for weights.
     """
-    path, new, old = places(path)
+    path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
+    new, old = (path.with_name(f"{path.name}.{what}") for what in ("incomplete", "replaced"))
     remove(new)
     try:
         yield new
@@ -45,9 +42,9 @@ def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
             remove(old)
             path.rename(old)
         new.replace(path)
-        for entry in list(old.iterdir()) if keep and old.is_dir() else ():
+        for entry in old.iterdir() if old.is_dir() else ():
             if ".safetensors" not in entry.name and not (path / entry.name).exists():
-                entry.rename(path / entry.name)
+                shutil.move(entry, path)
         remove(old)
     finally:
         remove(new)
@@ -58,28 +55,16 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def report_of(asked: "Asked", trainer: SFTTrainer, name: str, baseline: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the contents of report.json: the run, under `name`, and the untiled run, if there was one, by the losses
-    that were logged. `max_loss_difference` is None without a comparison."""
-    training, logged = asked.training, [entry for entry in trainer.state.log_history if "loss" in entry]
-    run: dict[str, Any] = {}
-    for key in ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib"):
-        run[key] = [entry[key] for entry in logged]
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    run["status"] = name if asked.own.untiled else str(seqtile.status(model))
-    pairs = [] if baseline is None else zip(baseline["loss"], run["loss"], strict=False)
+def report_of(asked: "Asked", trainer: SFTTrainer, untiled: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the contents of report.json, with a value of each list for each loss that was logged."""
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    measured = ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib")
+    run = {"status": str(seqtile.status(trainer.accelerator.unwrap_model(trainer.model)))}
+    run |= {name: [entry[name] for entry in logged] for name in measured}
     return {
-        "model": asked.model.model_name_or_path,
-        "seq_len": training.max_length,
-        "device": "cpu" if training.use_cpu else "cuda",
-        "sequence_parallel": asked.own.sequence_parallel,
-        "dtype": "bfloat16" if training.bf16 else asked.model.dtype,
-        "learning_rate": training.learning_rate,
-        "seed": training.seed,
-        "ranks": training.world_size,
-        **({} if baseline is None else {"untiled": baseline}),
-        name: run,
-        "max_loss_difference": max((abs(before - after) for before, after in pairs), default=None),
+        "options": asked.same(),
+        "device": "cpu" if asked.training.use_cpu else "cuda",
+        "runs": {"seqtile": run} if untiled is None else {"untiled": untiled, "seqtile": run},
     }
 
 
@@ -97,82 +82,63 @@ def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figur
         draw().savefig(new, dpi=150, format="png")
 
 
-def write_report(report: dict[str, Any], directory: Path) -> None:
-    """Writes report.json to `directory`, and report.png if matplotlib is installed. Raises OSError, which says that the
-    model is there."""
-    try:
-        write_figures(directory / "report", report, partial(picture, report))
-    except OSError as error:
-        raise OSError(f"the model is in {directory}, but its report could not be written there ({error})") from error
-
-
-def runs_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the runs of a report by their names."""
-    return {name: report[name] for name in ("untiled", "seqtile") if name in report}
-
-
 def title_of(report: dict[str, Any]) -> str:
-    title = f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}"
-    if report.get("ranks", 1) > 1:
-        title += f", {report['ranks']} ranks, {report['sequence_parallel']} to a sequence, the largest peak of a rank"
+    options = report["options"]
+    dtype = "bfloat16" if options["bf16"] else options["dtype"]
+    title = f"{options['model_name_or_path']}, {options['max_length']:,} tokens, {dtype} on {report['device']}"
+    if options["world_size"] > 1:
+        title += f", {options['world_size']} ranks, {options['sequence_parallel']} to a sequence"
     return title
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
-    runs = runs_of(report)
-    console.print(title_of(report))
-    table = Table("")
-    for name in runs:
-        table.add_column(name, justify="right")
-    steps = runs["seqtile"]["step"]
-    for i in sorted({round(row * (len(steps) - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
-        table.add_row(f"loss, step {steps[i]}", *(f"{run['loss'][i]:.6f}" for run in runs.values()))
-    table.add_section()
-    table.add_row("peak memory, MiB", *(f"{max(run['peak_mib']):,.0f}" for run in runs.values()))
-    table.add_row("a step, s", *(f"{median(run['step_seconds']):.2f}" for run in runs.values()))
-    table.add_row("tokens/s", *(f"{median(run['tokens_per_second']):,.0f}" for run in runs.values()))
+    runs = report["runs"]
+    names, steps = list(runs), runs["seqtile"]["step"]
+    table = Table("", *(Column(name, justify="right") for name in names), title=title_of(report), title_justify="left")
+    rows = [(f"loss, step {step}", "loss", lambda losses, i=i: f"{losses[i]:.6f}") for i, step in enumerate(steps)]
+    rows = [rows[i] for i in sorted({round(row * (len(rows) - 1) / (SHOWN - 1)) for row in range(SHOWN)})]
+    rows.append(("peak memory, MiB", "peak_mib", lambda peaks: f"{max(peaks):,.0f}"))
+    rows.append(("time of a step, s", "step_seconds", lambda seconds: f"{median(seconds):.2f}"))
+    rows.append(("tokens/s", "tokens_per_second", lambda speeds: f"{median(speeds):,.0f}"))
+    for title, measured, shown in rows:
+        table.add_row(title, *(shown(run[measured]) for run in runs.values()))
     console.print(table, soft_wrap=False)
     if "untiled" in runs:
-        ours, untiled = (max(run["peak_mib"]) for run in (runs["seqtile"], runs["untiled"]))
-        difference = f"largest loss difference {report['max_loss_difference']:.1e}"
-        console.print(f"{difference}; peak memory {ours / untiled:.0%} of the untiled model's")
+        ours, untiled = runs["seqtile"], runs["untiled"]
+        difference = max(abs(a - b) for a, b in zip(ours["loss"], untiled["loss"], strict=False))
+        share = max(ours["peak_mib"]) / max(untiled["peak_mib"])
+        console.print(f"largest loss difference {difference:.1e}; peak memory {share:.0%} of the untiled model's")
 
 
 def picture(report: dict[str, Any]) -> "Figure":
-    """Returns two panels: the losses by step, and the peak memory as bars. Of many steps the losses are drawn thin, and
-    over them their means over the steps before."""
+    """Returns two panels: the losses by step, and the peak memory as bars. Many losses are drawn thin, and over them
+    their means over the steps before."""
     from matplotlib.figure import Figure  # not in the process that trains, whose memory is measured
-    from matplotlib.ticker import MaxNLocator
 
-    runs = runs_of(report)
-    steps = len(runs["seqtile"]["step"])
-    styles = {"untiled": {"marker": "o", "color": "tab:gray", "linewidth": 3}}
-    styles["seqtile"] = {"marker": "x", "color": "tab:blue", "linestyle": "--" if len(runs) > 1 else "-"}
-    window = steps // 40 if steps >= SMOOTHED else 1
+    runs, colors = report["runs"], {"untiled": "tab:gray", "seqtile": "tab:blue"}
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     for name, run in runs.items():
-        style = styles[name] | ({} if steps <= SHOWN else {"marker": None})
-        if window > 1:
-            losses.plot(run["step"], run["loss"], color=style["color"], linewidth=0.5, alpha=0.4)
+        style = {"color": colors[name], "linewidth": 3 if name == "untiled" else 1.5}
+        style["marker"] = "o" if len(run["step"]) <= SHOWN else None
+        if (window := len(run["step"]) // 40) > 4:
+            losses.plot(run["step"], run["loss"], **style | {"linewidth": 0.5, "alpha": 0.4})
             name = f"{name}, mean of {window} steps"
-        losses.plot(run["step"], running_means(run["loss"], window), label=name, markersize=7, **style)
+        losses.plot(run["step"], running_means(run["loss"], max(window, 1)), label=name, **style)
     losses.set(title="loss", xlabel="step", ylabel="mean loss of a token")
-    losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    losses.locator_params(axis="x", integer=True)
     losses.grid(alpha=0.3)
     losses.legend()
-    peaks, colors = [max(run["peak_mib"]) for run in runs.values()], [styles[name]["color"] for name in runs]
-    bars = memory.bar(list(runs), peaks, width=0.5, color=colors)
+    peaks = [max(run["peak_mib"]) for run in runs.values()]
+    bars = memory.bar(list(runs), peaks, width=0.5, color=[colors[name] for name in runs])
     memory.bar_label(bars, fmt="{:,.0f}")
     memory.margins(y=0.12)
     memory.set(title="peak memory", ylabel="MiB", xlim=(-1, len(runs)))
-    memory.yaxis.set_major_formatter("{x:,.0f}")
     figure.suptitle(title_of(report), fontsize="medium", wrap=True)
     return figure
 
 
 def running_means(values: list[float], window: int) -> list[float]:
     """Returns the mean of each value and those before it, `window` in all; of fewer at the beginning."""
-    sums = list(accumulate(values, initial=0.0))
-    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
+    return [fmean(values[max(0, i - window) : i]) for i in range(1, len(values) + 1)]

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
+import seqtile
 from seqtile import sp
 from seqtile.fitting import of_every_rank
 from seqtile.recipes import in_brief
@@ -152,7 +153,9 @@ class Watch(TrainerCallback):
         self.tokens = self.steps = 0
         return found | {"peak_mib": ranks[:, 1].max().item()}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if self.name == "seqtile":
+            self.say(str(seqtile.status(model)))
         done = {"initial": state.global_step, "total": state.max_steps}
         self.bar = tqdm(desc=self.name, disable=self.console.quiet or not self.console.is_terminal, **done)
 

@@ -52,6 +52,7 @@ FOREIGN = {  # package -> subpackages that may import it; no one may import an u
     "datasets": {"probe", "recipes"},
     "tokenizers": {"probe"},
     "numpy": {"recipes"},
+    "peft": {"recipes"},
     "tqdm": {"recipes"},
     "yaml": {"recipes"},
     "axolotl": {"integrations"},

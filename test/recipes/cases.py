@@ -1,5 +1,6 @@
 """Runs of `seqtile finetune` and `evaluate` in tests, on ranks too, and events that end a run early."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -81,3 +82,17 @@ def fitted_on_rank(model: str, directory: str, sizes: tuple[int, ...]) -> tuple[
         return on_rank(
             "--model", model, "--output", f"{directory}/run {sizes}", "--fit", "--margin", "0", "--steps", "1"
         )
+
+
+def on_rank_without_room(directory: str) -> tuple[int, str]:
+    """Runs a step whose model cannot be saved in the output."""
+    save = Tuner.save_model
+
+    def no_room(self, path: str, **options: object) -> None:
+        if f"{directory}/run" in path and rank() == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, path, **options)
+
+    with patch.object(Tuner, "save_model", no_room):
+        job = ("--model", f"{directory}/start", "--output", f"{directory}/run", "--steps", "1", "--seq-len", "300")
+        return on_rank(*job)

@@ -18,6 +18,7 @@ from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.cli import app
 from seqtile.recipes.options import Parser, parsed
+from seqtile.recipes.tuner import Tuner
 from support.assertions import relative_error
 
 TEXT = "a long document, of words and words and words; "
@@ -125,6 +126,27 @@ def test_a_file_of_options(pretrained: Path, document: Path, tmp_path: Path) -> 
     assert report["options"]["max_length"] == 60 and "\n  layer " in report_of(tmp_path / "run")["status"]
 
 
+def test_evaluation_and_accumulation(pretrained: Path, chats: Path, tmp_path: Path) -> None:
+    """A part of the rows is evaluated on; a step has several batches, whose tokens are counted."""
+    job = ("--model", pretrained, "--data", chats, "--test-split-size", 0.25, "--eval-strategy", "steps")
+    job = (*job, "--eval-steps", 1, "--gradient-accumulation-steps", 3, "--logging-steps", 2)
+    code, said = on_rank(*job, "--output", tmp_path / "run")
+    assert code == 0 and re.search(r"^seqtile: evaluated after step 2  loss \d\.\d{4}$", said, re.MULTILINE), said
+    assert report_of(tmp_path / "run")["step"] == [2] and "step 2/2" in said and "step 1/2" not in said
+
+
+def test_the_hub(pretrained: Path, chats: Path, tmp_path: Path) -> None:
+    """What is pushed is the saved model."""
+    pushed = []
+    with (
+        patch.object(Tuner, "init_hf_repo", lambda self, token=None: None),
+        patch.object(Tuner, "push_to_hub", lambda self: pushed.append(self.args.output_dir)),
+    ):
+        job = ("--model", pretrained, "--data", chats, "--steps", 1, "--push-to-hub", "--save-every", 1)
+        code, _ = on_rank(*job, "--output", tmp_path / "run")
+    assert code == 0 and pushed == [str(tmp_path / "run" / "model")] and (tmp_path / "run" / "checkpoint-1").exists()
+
+
 def test_fit(pretrained: Path, tmp_path: Path) -> None:
     """The cheapest features with which a step fits, in four fifths of a machine's memory on a CPU."""
     config = AutoConfig.from_pretrained(pretrained)
@@ -171,6 +193,8 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--head-groups", "auto"), "--head-groups is for whole layers"),
         (("--layer", "--head-groups", "²"), "--head-groups: expected a number or auto, got '²'"),
         (("--fit", "--layer"), "--fit chooses --layer, --head-groups and --offload"),
+        (("--merge",), "--merge merges an adapter, but there is none; pass --use-peft too"),
+        (("--load-in-4bit",), "--load-in-4bit: 4 bits are not trained; pass --use-peft too"),
         (("--compare", "--resume"), "--compare does two whole runs"),
         (("--steps", 10**30), "--steps: expected at least 1 and less than 2**31, or none"),
         (("--seed", 10**30), "--seed: expected at least 0 and less than 2**32"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from recipes.cases import fitted_on_rank, on_rank
+from recipes.cases import fitted_on_rank, on_rank, on_rank_without_room
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.recipes.data import load_config
@@ -71,3 +71,13 @@ def test_bad_input(pool: Pool, tmp_path: Path) -> None:
         found = pool.run(on_rank, *job, *arguments, leaves_traces=True)
         printed = " ".join(" ".join(text for _, text in found).split())
         assert printed.count(message) == 1 and [code for code, _ in found] == [1, 1], found
+
+
+@pytest.mark.dist
+@OF_TWO
+def test_no_room_for_the_model(pool: Pool, tmp_path: Path) -> None:
+    """The first rank saves it elsewhere, and says where; no rank waits for another."""
+    save_tiny(tmp_path / "start")
+    found = pool.run(on_rank_without_room, str(tmp_path), leaves_traces=True)
+    place = Path(found[0][1].rsplit("it is in ", 1)[1].strip())
+    assert [code for code, _ in found] == [1, 0] and load_file(place / "model" / "model.safetensors"), found

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 from filelock import FileLock, Timeout
+from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -24,7 +25,7 @@ from trl import get_peft_config
 from trl import get_quantization_config as quantization_of
 
 from seqtile import sp
-from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
+from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, of_every_rank
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
@@ -60,16 +61,14 @@ def finetune(arguments: list[str], console: Console) -> int | None:
         watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
         with memory_errors("the run needs", "--layer, --fit or a shorter --seq-len needs less"):
             trainer = trained(asked, watch)
-        place = output if own.untiled else saved(trainer, output, watch, own.merge)
-        if not trainer.is_world_process_zero():
-            return watch.got
-        report = report_of(asked, trainer, untiled)
+        place = output if own.untiled else saved(asked, trainer, watch)
+        report, main = report_of(asked, trainer, untiled), trainer.is_world_process_zero()
         if own.untiled:
             (output / "report.json").write_text(json.dumps(report))
-            return watch.got
-        print_table(report, console)
-        console.print(f"model, report.json and report.png are in {place}")
-        write_figures(place / "report", report, partial(picture, report))
+        elif main:
+            print_table(report, console)
+            console.print(f"model, report.json and report.png are in {place}")
+            write_figures(place / "report", report, partial(picture, report))
     if place != output:
         raise OSError(f"the model could not be saved in {output}; it is in {place}")
     if training.push_to_hub:
@@ -125,20 +124,22 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
 
 def tile(asked: Asked, trainer: Tuner, watch: Watch) -> None:
     """Makes the trainer tile its model when training begins, predict its memory and show what `watch` shows."""
-    memory = {"host_memory_gib": host_memory_at_hand()}
-    size = memory["host_memory_gib"] if asked.training.use_cpu else gpu_memory_at_hand()
-    setup = setup_of(asked, trainer, gpu_memory_gib=room(size, asked.own.margin), **memory)
-    length, rows = asked.training.max_length, asked.training.per_device_train_batch_size
-    if asked.own.fit:
-        formula = formula_of(trainer.model.config)
-        found = choose(formula, setup, length, rows, host=not asked.training.use_cpu)
-        watch.say(str(found))
-        setup, groups = found.setup, found.options["head_groups"]
-        chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
-        asked.own = replace(asked.own, fit=False, **chosen)
-    with suppress(ValueError):  # there is no formula for its memory
-        plan = formula_of(trainer.model.config).predict(setup, length, rows)
+    length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
+    try:
+        memory = {"host_memory_gib": host_memory_at_hand()}
+        memory["gpu_memory_gib"] = room(memory["host_memory_gib"] if cpu else gpu_memory_at_hand(), asked.own.margin)
+        setup, formula = setup_of(asked, trainer, memory), formula_of(trainer.model.config)
+        if asked.own.fit:
+            found = choose(formula, setup, length, rows, host=not cpu)
+            watch.say(str(found))
+            setup, groups = found.setup, found.options["head_groups"]
+            chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
+            asked.own = replace(asked.own, fit=False, **chosen)
+        plan = formula.predict(setup, length, rows)
         watch.predicted = (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # by CUDA, which torch counts not
+    except ValueError:  # there is no formula for its memory
+        if asked.own.fit:
+            raise
     for noisy in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(noisy)
     if not asked.own.untiled:
@@ -177,24 +178,29 @@ def checkpoint_to_go_on_from(asked: Asked) -> str | None:
     return last
 
 
-def saved(trainer: Tuner, output: Path, watch: Watch, merge: bool) -> Path:
+def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
     """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
     be. Raises OSError if neither can be."""
     main, failed = trainer.is_world_process_zero(), []
-    for attempt in range(2):
-        place = Path(tempfile.mkdtemp(prefix="seqtile-")) if attempt and main else output
+    for attempt in (1, 2):
+        place, error = Path(asked.training.output_dir), None
         try:
+            if attempt == 2 and main:
+                place = Path(tempfile.mkdtemp(prefix="seqtile-"))
             with written_beside(place / "model") if main else nullcontext(place / "model") as new:
                 trainer.save_model(str(new), _internal_call=True)
-            if merge and main:
-                merged = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+            if asked.own.merge and main:
+                base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype)  # not in 4 bits
+                merged = PeftModel.from_pretrained(base, place / "model").merge_and_unload()
                 with written_beside(place / "merged") as new:
                     merged.save_pretrained(new)
                     trainer.processing_class.save_pretrained(new)
-            return place
-        except Exception as error:  # safetensors has its own; whatever it is, the weights are not to be lost
+        except Exception as raised:  # safetensors has its own; whatever it is, the weights are not to be lost
+            error = raised
             failed.append(f"in {place} ({error})")
             watch.say(f"note: the model cannot be saved {failed[-1]}")
+        if not of_every_rank(float(error is not None)).any():
+            return place
     raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 
 

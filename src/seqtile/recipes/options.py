@@ -44,7 +44,7 @@ class OwnOptions:
         """--head-groups as seqtile takes it."""
         return number_or_name(self.head_groups)
 
-    def check(self, training: "TrainingOptions") -> None:
+    def check(self, training: "TrainingOptions", model: "ModelOptions") -> None:
         """Raises ValueError for options that cannot work."""
         alone, length, shared_by = training.world_size == 1, training.max_length, self.sequence_parallel
         rate, every, steps = training.learning_rate, self.save_every, training.max_steps
@@ -68,6 +68,8 @@ class OwnOptions:
             (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
             (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
             (self.compare and self.resume, "--compare does two whole runs, and --resume continues one: leave one out"),
+            (self.merge and not model.use_peft, "--merge merges an adapter, but there is none; pass --use-peft too"),
+            (model.load_in_4bit and not model.use_peft, "--load-in-4bit: 4 bits are not trained; pass --use-peft too"),
             (on_cpu, "--offload moves what checkpointing keeps off a GPU, but the device is the CPU; leave it out"),
         ):
             if wrong:
@@ -163,7 +165,7 @@ def parsed(arguments: list[str]) -> Asked:
         training.learning_rate = LORA_RATE if model.use_peft else FULL_RATE
     if model.dtype is None:
         model.dtype = "bfloat16" if model.use_peft and training.bf16 else "float32"
-    own.check(training)
+    own.check(training, model)
     source(model.model_name_or_path)
     training.save_strategy = "no" if own.save_every is None else "steps"
     training.save_steps = own.save_every or training.save_steps

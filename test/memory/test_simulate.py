@@ -83,10 +83,10 @@ def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and 0 < lengths[0] < lengths[2] < lengths[3]
     assert "so it is only simulated" in found["notes"][0]
-    forecast = PlanResult("it", [], found["simulated"])
+    forecast = PlanResult("it", 80, [], found["simulated"])
     assert forecast.fits(lengths[3]) and not forecast.fits(lengths[3] + 1)
     print_forecast(forecast, Console())
-    assert "Longest sequence, simulated" in capsys.readouterr().out
+    assert "Longest sequence, predicted by a simulation" in " ".join(capsys.readouterr().out.split())
 
 
 def test_states_along_the_sequence(tmp_path: Path) -> None:

@@ -122,18 +122,23 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
     return str(path) if path.exists() else model, {}
 
 
-def hub_config(name: str) -> str:
-    """Returns the config.json of a model on the hub as a local file; raises what huggingface_hub raises.
+def hub_config(name: str, unknown: str) -> str:
+    """Returns the config.json of a model on the hub as a local file. Raises ValueError, which begins with `unknown`, if
+    the hub does not have it.
 
     The hub is asked once: `from_pretrained` itself tries for half a minute where there is no network.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
-    if not isinstance(found, str):
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-        found = hf_hub_download(name, "config.json")
-    return found
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+        if not isinstance(found, str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+            found = hf_hub_download(name, "config.json")
+        return found
+    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
+        on_hub = f"as a hub name it was not found, or the hub could not be reached ({in_brief(error)})"
+        raise ValueError(f"{unknown}; and {on_hub}") from error
 
 
 def in_brief(error: BaseException) -> str:

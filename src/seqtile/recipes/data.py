@@ -67,14 +67,8 @@ def load_config(model: str, asked_by: str = "--model", trust_remote_code: bool =
     """Returns the configuration of `model`. Raises ValueError, of the option or argument that asked for it, if neither
     a path nor the hub has it."""
     name, options = source(model)
-    try:
-        if not Path(name).exists():
-            hub_config(name)
-    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
-        raise ValueError(
-            f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not "
-            f"found or the hub could not be reached ({in_brief(error)})"
-        ) from error
+    if not Path(name).exists():
+        hub_config(name, f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}")
     with read_of(f"{asked_by}: the configuration of {model}"):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
 

@@ -82,15 +82,12 @@ def number_or_name(option: str | None) -> int | str | None:
 
 
 def check_output(directory: Path) -> None:
-    """Makes `directory`. Raises ValueError, and makes nothing, where that cannot be, or nothing can be written to
-    it."""
+    """Makes `directory`. Raises ValueError where that cannot be, or nothing can be written to it."""
     if directory.is_symlink() and not directory.exists():
         raise ValueError(f"--output: {directory} is a link to nothing that exists; choose another directory")
-    path = directory.absolute()
-    first = next(place for place in (path, *path.parents) if place.exists())
     try:
-        tempfile.TemporaryFile(dir=first).close()
         directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise ValueError(
             f"--output: {directory} cannot be written to ({os.strerror(error.errno or 0)}); choose another directory"

@@ -21,11 +21,9 @@ NAMED = 3  # weights that an error names, of those that are missing
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory was short: torch's exception for a GPU, its message for the host, or what
-    is received of a process that was killed."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError | EOFError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    """Returns whether memory was short: of a GPU, or of the host, which torch tells by a message."""
+    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_host or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def device_of(asked: str | None) -> str:

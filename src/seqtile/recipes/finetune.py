@@ -32,7 +32,7 @@ from seqtile.memory.room import room
 from seqtile.recipes import check_output
 from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
 from seqtile.recipes.documents import dataset_of
-from seqtile.recipes.memory import MIB, return_freed_memory, setup_of
+from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
 from seqtile.recipes.options import Asked, Parser, parsed
 from seqtile.recipes.output import picture, print_table, report_of, write_figures, written_beside
 from seqtile.recipes.tuner import OPTIONS, OverRanks, Tuner, Watch, check_finite
@@ -94,6 +94,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     training, model_options = asked.training, asked.model
     if training.use_cpu:
         return_freed_memory()
+    libraries = peak_mib(training.device.type)
     last = checkpoint_to_go_on_from(asked)
     with watch.console.status("loading"):
         trust = training.trust_remote_code
@@ -113,7 +114,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
     given |= {"peft_config": get_peft_config(model_options), "same": asked.same(), "watch": watch}
     trainer = kind(model, training, **given, **extra)
-    tile(asked, trainer, watch)
+    tile(asked, trainer, watch, libraries)
     if last is not None:
         watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
     with watch.signals_noted():
@@ -122,8 +123,9 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     return trainer
 
 
-def tile(asked: Asked, trainer: Tuner, watch: Watch) -> None:
-    """Makes the trainer tile its model when training begins, predict its memory and show what `watch` shows."""
+def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
+    """Makes the trainer tile its model when training begins, and show what `watch` does. `libraries`: the MiB that the
+    process had before, to which the predicted step comes."""
     length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
     try:
         memory = {"host_memory_gib": host_memory_at_hand()}
@@ -136,7 +138,7 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch) -> None:
             chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
             asked.own = replace(asked.own, fit=False, **chosen)
         plan = formula.predict(setup, length, rows)
-        watch.predicted = (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # by CUDA, which torch counts not
+        watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # which CUDA has
     except ValueError:  # there is no formula for its memory
         if asked.own.fit:
             raise

@@ -63,7 +63,7 @@ def report_of(asked: "Asked", trainer: SFTTrainer, untiled: dict[str, Any] | Non
     run |= {name: [entry[name] for entry in logged] for name in measured}
     return {
         "options": asked.same(),
-        "device": "cpu" if asked.training.use_cpu else "cuda",
+        "device": asked.training.device.type,
         "runs": {"seqtile": run} if untiled is None else {"untiled": untiled, "seqtile": run},
     }
 
@@ -94,8 +94,8 @@ def title_of(report: dict[str, Any]) -> str:
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
     runs = report["runs"]
-    names, steps = list(runs), runs["seqtile"]["step"]
-    table = Table("", *(Column(name, justify="right") for name in names), title=title_of(report), title_justify="left")
+    steps = runs["seqtile"]["step"]
+    table = Table("", *(Column(name, justify="right") for name in runs))
     rows = [(f"loss, step {step}", "loss", lambda losses, i=i: f"{losses[i]:.6f}") for i, step in enumerate(steps)]
     rows = [rows[i] for i in sorted({round(row * (len(rows) - 1) / (SHOWN - 1)) for row in range(SHOWN)})]
     rows.append(("peak memory, MiB", "peak_mib", lambda peaks: f"{max(peaks):,.0f}"))
@@ -103,6 +103,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     rows.append(("tokens/s", "tokens_per_second", lambda speeds: f"{median(speeds):,.0f}"))
     for title, measured, shown in rows:
         table.add_row(title, *(shown(run[measured]) for run in runs.values()))
+    console.print(title_of(report))
     console.print(table, soft_wrap=False)
     if "untiled" in runs:
         ours, untiled = runs["seqtile"], runs["untiled"]

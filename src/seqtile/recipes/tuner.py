@@ -53,7 +53,7 @@ class Tuner(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what was measured since the last loss. Raises ValueError for a loss that is not finite."""
         if "loss" in logs:
-            logs |= self.watch.measured("cpu" if self.args.use_cpu else "cuda")
+            logs |= self.watch.measured(self.args.device.type)
         super().log(logs, start_time)
         if not math.isfinite(logs.get("loss", 0)):
             raise ValueError(
@@ -115,6 +115,8 @@ class Watch(TrainerCallback):
 
     got: int | None = None
     """The signal that ended the run."""
+    told = False
+    """Whether it has said what is tiled, which the first step shows."""
 
     def __init__(self, name: str, console: Console, shared_by: int = 1):
         self.name, self.console, self.shared_by, self.predicted = name, console, shared_by, None
@@ -153,9 +155,7 @@ class Watch(TrainerCallback):
         self.tokens = self.steps = 0
         return found | {"peak_mib": ranks[:, 1].max().item()}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        if self.name == "seqtile":
-            self.say(str(seqtile.status(model)))
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         done = {"initial": state.global_step, "total": state.max_steps}
         self.bar = tqdm(desc=self.name, disable=self.console.quiet or not self.console.is_terminal, **done)
 
@@ -167,7 +167,10 @@ class Watch(TrainerCallback):
             self.start = time.perf_counter()
         self.steps += 1
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if self.name == "seqtile" and not self.told:
+            self.told = True
+            self.say(str(seqtile.status(model)))
         self.bar.update()
         if of_every_rank(float(self.got is not None)).any():
             control.should_save = control.should_training_stop = True

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from rich.text import Text
 from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
-from seqtile.recipes import CheckOptions, EvaluateOptions
+from seqtile.recipes import CheckOptions, EvaluateOptions, check_trl
 from seqtile.recipes.help import print_help
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
@@ -155,10 +155,11 @@ def end_by(number: int) -> None:
 def recipe(module: str, name: str) -> Callable[..., Any]:
     """Returns a function of a module of recipes, which is slow to import."""
     try:
+        if module == "command":
+            check_trl(version("trl"))
         return getattr(import_module(f"seqtile.recipes.{module}"), name)
     except ModuleNotFoundError as error:
-        extra = "demo" if module == "evaluate" else "finetune"
-        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[{extra}]'") from error
+        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[finetune]'") from error
 
 
 def end_rank(local_rank: int | None) -> None:

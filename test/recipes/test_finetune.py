@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,6 +18,8 @@ from recipes.cases import on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.cli import app
+from seqtile.integrations.trl import _KNOWN, restore_trl
+from seqtile.recipes import TRL, check_trl
 from seqtile.recipes.finetune import fitted
 from seqtile.recipes.help import PANELS
 from seqtile.recipes.options import Parser, parsed
@@ -183,6 +186,38 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         said = refused(*common, *arguments)
         assert message in said, said
     assert not [file for file in output.rglob("*") if file.name != ".lock"], "a refused job leaves nothing behind"
+
+
+def test_another_trl(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for those that were not tested, and for none at all."""
+    job = ("--model", pretrained, "--output", tmp_path / "run")
+    for found in ("0.29.1", "1.13.0", "1.15.0", "1.17.0", "2.0.0"):
+        monkeypatch.setattr("seqtile.cli.version", lambda name, found=found: found)
+        line = f"error: trl {found} is installed, but seqtile finetune needs trl{TRL}; pip install 'seqtile[finetune]'"
+        assert refused(*job).startswith(line)
+    monkeypatch.setattr("seqtile.cli.version", lambda name: version(f"no-{name}"))
+    said = refused(*job)
+    assert "no-trl" in said and said.endswith(": pip install 'seqtile[finetune]'")
+    for found in ("1.14.0", "1.14.2", "1.16.0", "1.16.9"):
+        check_trl(found)
+
+
+def test_trls_own_loss(pretrained: Path, chats: Path, tmp_path: Path) -> None:
+    """Under a TRL whose functions seqtile does not know, with a note, to the same losses."""
+    job = ("--model", pretrained, "--data", chats, "--use-peft", "--steps", 3, "--learning-rate", "1e-2")
+    on_rank(*job, "--output", tmp_path / "known")
+    restore_trl()
+    with patch.dict(_KNOWN, {"SFTTrainer.compute_loss": "another"}):
+        code, said = on_rank(*job, "--output", tmp_path / "unknown")
+    assert code == 0 and "note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16" in said, said
+    assert losses(tmp_path / "unknown") == pytest.approx(losses(tmp_path / "known"), rel=1e-4)
+
+
+def test_bitsandbytes_is_named(pretrained: Path, tmp_path: Path) -> None:
+    for bits in (4, 8):
+        with patch("seqtile.recipes.options.find_spec", lambda name: None):
+            said = refused("--model", pretrained, "--use-peft", f"--load-in-{bits}bit", "--output", tmp_path / "run")
+        assert said == f"error: --load-in-{bits}bit needs bitsandbytes: pip install bitsandbytes"
 
 
 def test_help() -> None:

@@ -8,10 +8,11 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -87,7 +88,7 @@ def load_model(model: str, config: PreTrainedConfig, asked_by: str = "--model") 
     name, options = source(model)
     options["trust_remote_code"] = False
     if "gguf_file" in options:
-        options["quantization_config"] = GgufConfig(dequantize=True)
+        options["quantization_config"] = unpacked()
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with read_of(f"{asked_by}: the weights of {model}", "get its files again, config.json too"), quiet():
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
@@ -102,6 +103,12 @@ def load_model(model: str, config: PreTrainedConfig, asked_by: str = "--model") 
     if unused:
         logger.warning(f"note: {asked_by}: config.json of {model} leaves out some of its weights: {some(unused)}")
     return loaded
+
+
+def unpacked() -> Any:
+    """Returns the configuration with which a GGUF file's weights are loaded as plain ones, as transformers 5.16 always
+    does: there None."""
+    return transformers.GgufConfig(dequantize=True) if hasattr(transformers, "GgufConfig") else None
 
 
 def some(names: list[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from rich.console import Console
-from transformers import AutoModelForCausalLM, GgufConfig, PrinterCallback, ProgressCallback
+from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_peft_config
 from trl import get_quantization_config as quantization_of
@@ -30,7 +30,7 @@ from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory import Setup
 from seqtile.recipes import check_output, number_or_name, source
-from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, read_of
+from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, read_of, unpacked
 from seqtile.recipes.memory import return_freed_memory
 from seqtile.recipes.options import Asked
 from seqtile.recipes.output import RunResult, print_table, report_of, write_report, written_beside
@@ -161,7 +161,7 @@ def checkpoint_to_go_on_from(asked: Asked) -> str | None:
 def load(asked: Asked) -> Any:
     """Returns the model, all of whose weights its files hold. Raises ValueError otherwise."""
     name, extra = source(asked.model.model_name_or_path)
-    quantized = GgufConfig(dequantize=True) if extra else quantization_of(asked.model)
+    quantized = unpacked() if extra else quantization_of(asked.model)
     extra |= {"dtype": asked.model.dtype, "attn_implementation": asked.model.attn_implementation}
     extra |= {"quantization_config": quantized, "trust_remote_code": asked.training.trust_remote_code}
     extra |= {"device_map": {"": asked.training.device}} if asked.model.load_in_4bit or asked.model.load_in_8bit else {}
@@ -186,7 +186,10 @@ def trainer_of(asked: Asked, model: Any, tokenizer: Any, data: tuple[Dataset, An
         own = fitted(asked, model, watch)
     callbacks = []
     if not own.untiled:
-        apply_seqtile_to_trl()
+        try:
+            apply_seqtile_to_trl()
+        except ValueError:  # which names functions of TRL's
+            watch.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
         callbacks = [SeqtileCallback(layer=own.layer, head_groups=number_or_name(own.head_groups))]
     training.gradient_checkpointing &= not own.offload  # which checkpoints by itself
     kind, extra = Tuner, {}
@@ -194,6 +197,7 @@ def trainer_of(asked: Asked, model: Any, tokenizer: Any, data: tuple[Dataset, An
         kind, extra = OverRanks, {"sequence_parallel": sp.initialize(own.sequence_parallel)}
     given = {"train_dataset": data[0], "eval_dataset": data[1], "processing_class": tokenizer}
     given |= {"peft_config": get_peft_config(asked.model), "callbacks": [*callbacks, watch]}
+    set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
     trainer = kind(model, training, figures=asked.figures(), watch=watch, **given, **extra)
     if own.offload:
         offload.enable(trainer.model)

@@ -1,6 +1,7 @@
 """The options of `seqtile finetune`: TRL's by their own names, and a few of seqtile's. Slow to import."""
 
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -82,8 +83,11 @@ class ModelOptions(ModelConfig):
     )
 
     def check(self) -> None:
-        """Raises ValueError for a model that is not there."""
+        """Raises ValueError for a model that is not there, or cannot be quantised."""
         source(self.model_name_or_path)
+        bits = 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+        if bits and find_spec("bitsandbytes") is None:
+            raise ValueError(f"--load-in-{bits}bit needs bitsandbytes: pip install bitsandbytes")
 
 
 @dataclass

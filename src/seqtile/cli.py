@@ -41,6 +41,7 @@ FOREIGN = {  # loggers of packages that transformers imports -> how lines begin 
     "DeepSpeed": "Setting accelerator to CPU",
     "torch.utils._pytree": "<enum '",
     "torchao": "Failed to load",
+    "transformers.utils.generic": "`past_key_values`/`cache_params` are deprecated",  # by TRL 1.14
 }
 for _name, _start in FOREIGN.items():  # here, so that a process that a command starts prints none either
     logging.getLogger(_name).addFilter(lambda record, start=_start: not record.getMessage().startswith(start))

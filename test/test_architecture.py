@@ -58,6 +58,7 @@ FOREIGN = {  # package -> subpackages that may import it; no one may import an u
     "axolotl": {"integrations"},
     "pydantic": {"integrations"},
     "huggingface_hub": {"recipes"},
+    "packaging": {"recipes"},
     "matplotlib": {"recipes"},
     "rich": {"recipes", "cli"},
     "typer": {"recipes", "cli"},

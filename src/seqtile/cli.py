@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from rich.text import Text
 from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
-from seqtile.recipes import CheckOptions, EvaluateOptions
+from seqtile.recipes import CheckOptions, EvaluateOptions, check_trl
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -40,6 +40,7 @@ FOREIGN = {  # loggers of packages that transformers imports -> how lines begin 
     "DeepSpeed": "Setting accelerator to CPU",
     "torch.utils._pytree": "<enum '",
     "torchao": "Failed to load",
+    "transformers.utils.generic": "`past_key_values`/`cache_params` are deprecated",  # by TRL 1.14
 }
 for _name, _start in FOREIGN.items():  # here, so that a process that a command starts prints none either
     logging.getLogger(_name).addFilter(lambda record, start=_start: not record.getMessage().startswith(start))
@@ -129,7 +130,7 @@ def finetune(
       --steps              training steps in total (default: one pass over the data, or --num-train-epochs)
       --learning-rate      the largest rate (1e-5; 2e-4 for adapters); it rises, then falls by --lr-scheduler-type
       --gradient-accumulation-steps    batches of a step (1)
-      --packing            put short rows into one sequence; documents stay apart, which needs FlashAttention
+      --packing            put short rows into one sequence; without FlashAttention its mask is length x length
       --assistant-only-loss            of chats train the assistant's tokens only
       --test-split-size    with --eval-strategy: the share of the rows to evaluate on
       --seed               of drawn weights, dropout and the order of the data (42)
@@ -189,10 +190,11 @@ def end_by(number: int) -> None:
 def recipe(name: str) -> Callable[..., Any]:
     """Returns the function of a module of recipes that has its name; it is slow to import."""
     try:
+        if name == "finetune":
+            check_trl(version("trl"))
         return getattr(import_module(f"seqtile.recipes.{name}"), name)
     except ModuleNotFoundError as error:
-        extra = "finetune" if name == "finetune" else "demo"
-        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[{extra}]'") from error
+        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[finetune]'") from error
 
 
 def end_rank(local_rank: int | None) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,6 +18,8 @@ from recipes.cases import on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.cli import app
+from seqtile.integrations.trl import _KNOWN, restore_trl
+from seqtile.recipes import TRL, check_trl
 from seqtile.recipes.options import Parser, parsed
 from seqtile.recipes.tuner import Tuner
 from support.assertions import relative_error
@@ -194,7 +197,7 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--layer", "--head-groups", "²"), "--head-groups: expected a number or auto, got '²'"),
         (("--fit", "--layer"), "--fit chooses --layer, --head-groups and --offload"),
         (("--merge",), "--merge merges an adapter, but there is none; pass --use-peft too"),
-        (("--load-in-4bit",), "--load-in-4bit: 4 bits are not trained; pass --use-peft too"),
+        (("--load-in-4bit",), "--load-in-4bit: what has few bits is not trained; pass --use-peft too"),
         (("--compare", "--resume"), "--compare does two whole runs"),
         (("--steps", 10**30), "--steps: expected at least 1 and less than 2**31, or none"),
         (("--seed", 10**30), "--seed: expected at least 0 and less than 2**32"),
@@ -250,3 +253,34 @@ def test_defaults() -> None:
         assert (found.training.learning_rate, found.model.dtype, found.training.bf16) == (rate, dtype, True)
         assert found.training.gradient_checkpointing and not found.training.packing
         assert found.training.lr_scheduler_type == "cosine" and found.model.lora_dropout == 0
+
+
+def test_another_trl(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for those that were not tested, and for none at all."""
+    job = ("--model", pretrained, "--output", tmp_path / "run")
+    for found in ("0.29.1", "1.13.0", "1.15.0", "1.17.0", "2.0.0"):
+        monkeypatch.setattr("seqtile.cli.version", lambda name, found=found: found)
+        line = f"error: trl {found} is installed, but seqtile finetune needs trl{TRL}; pip install 'seqtile[finetune]'"
+        assert refused(*job).startswith(line)
+    monkeypatch.setattr("seqtile.cli.version", lambda name: version(f"no-{name}"))
+    said = refused(*job)
+    assert "no-trl" in said and said.endswith(": pip install 'seqtile[finetune]'")
+    for found in ("1.14.0", "1.14.2", "1.16.0", "1.16.9"):
+        check_trl(found)
+
+
+def test_trls_own_loss(pretrained: Path, chats: Path, tmp_path: Path) -> None:
+    """Under a TRL whose functions seqtile does not know, with a note, to the same losses."""
+    job = ("--model", pretrained, "--data", chats, "--use-peft", "--steps", 3, "--learning-rate", "1e-2")
+    on_rank(*job, "--output", tmp_path / "known")
+    restore_trl()
+    with patch.dict(_KNOWN, {"SFTTrainer.compute_loss": "another"}):
+        code, said = on_rank(*job, "--output", tmp_path / "unknown")
+    assert code == 0 and "note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16" in said, said
+    assert report_of(tmp_path / "unknown")["loss"] == pytest.approx(report_of(tmp_path / "known")["loss"], rel=1e-4)
+
+
+def test_bitsandbytes_is_named(pretrained: Path, tmp_path: Path) -> None:
+    with patch("seqtile.recipes.options.find_spec", lambda name: None):
+        said = refused("--model", pretrained, "--use-peft", "--load-in-4bit", "--output", tmp_path / "run")
+    assert said == "error: --load-in-4bit needs bitsandbytes: pip install bitsandbytes"

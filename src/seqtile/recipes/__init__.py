@@ -11,9 +11,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from seqtile.memory.setup import expect
 
 DEFAULT_MODEL = "smollm2-135m"
+TRL = ">=1.14,!=1.15.0,<1.17"  # as in pyproject.toml; 1.15.0 computes its loss on GPUs only
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # NAME or OWNER/NAME
 TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
@@ -79,6 +82,13 @@ class EvaluateOptions:
 def number_or_name(option: str | None) -> int | str | None:
     """Returns --head-groups as seqtile takes it: a number, auto or None."""
     return int(option) if option and option.isascii() and option.isdigit() else option
+
+
+def check_trl(version: str) -> None:
+    """Raises ValueError for a TRL with which `seqtile finetune` was not tested."""
+    if version not in SpecifierSet(TRL):
+        wanted = f"seqtile finetune needs trl{TRL}; pip install 'seqtile[finetune]' brings one"
+        raise ValueError(f"trl {version} is installed, but {wanted}")
 
 
 def check_output(directory: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -87,8 +88,8 @@ def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrai
     """
     name, file = source(model)
     options = {"dtype": torch.float32, "trust_remote_code": False} | file | options
-    if file:
-        options["quantization_config"] = GgufConfig(dequantize=True)
+    if file and hasattr(transformers, "GgufConfig"):  # 5.16 decodes these weights in any case
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     config = load_config(model, asked_by, options["trust_remote_code"])
     options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with read_of(f"{asked_by}: the weights of {model}", "get its files again, config.json too"), quiet():

@@ -18,7 +18,7 @@ import datasets
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 from trl import get_peft_config
@@ -113,6 +113,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
         kind, extra = OverRanks, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
     given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
     given |= {"peft_config": get_peft_config(model_options), "same": asked.same(), "watch": watch}
+    set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
     trainer = kind(model, training, **given, **extra)
     tile(asked, trainer, watch, libraries)
     if last is not None:
@@ -145,7 +146,10 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
     for noisy in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(noisy)
     if not asked.own.untiled:
-        apply_seqtile_to_trl()
+        try:
+            apply_seqtile_to_trl()
+        except ValueError:  # which names functions of TRL's
+            watch.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
         own = asked.own
         trainer.add_callback(SeqtileCallback(layer=own.layer, head_groups=own.groups, offload=own.offload))
     trainer.add_callback(watch)

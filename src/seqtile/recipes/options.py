@@ -1,6 +1,7 @@
 """The options of `seqtile finetune`: TRL's by their own names, and a few of seqtile's. Slow to import."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from transformers.hf_argparser import HfArg
@@ -60,6 +61,7 @@ class OwnOptions:
             ("sequence-parallel", divides, f"a divisor of the {training.world_size} processes", shared_by),
         ):
             expect(f"--{name}", right, expected, got)
+        in_bits = model.load_in_4bit or model.load_in_8bit
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         chosen, on_cpu = self.fit and (self.layer or self.offload), self.offload and training.use_cpu
         for wrong, message in (
@@ -69,7 +71,8 @@ class OwnOptions:
             (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
             (self.compare and self.resume, "--compare does two whole runs, and --resume continues one: leave one out"),
             (self.merge and not model.use_peft, "--merge merges an adapter, but there is none; pass --use-peft too"),
-            (model.load_in_4bit and not model.use_peft, "--load-in-4bit: 4 bits are not trained; pass --use-peft too"),
+            (in_bits and not model.use_peft, "--load-in-4bit: what has few bits is not trained; pass --use-peft too"),
+            (in_bits and not find_spec("bitsandbytes"), "--load-in-4bit needs bitsandbytes: pip install bitsandbytes"),
             (on_cpu, "--offload moves what checkpointing keeps off a GPU, but the device is the CPU; leave it out"),
         ):
             if wrong:

@@ -139,7 +139,8 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
             chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
             asked.own = replace(asked.own, fit=False, **chosen)
         plan = formula.predict(setup, length, rows)
-        watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # which CUDA has
+        if not asked.own.untiled:  # whose loss is TRL's, not Hugging Face's
+            watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # which CUDA has
     except ValueError:  # there is no formula for its memory
         if asked.own.fit:
             raise

@@ -129,13 +129,18 @@ def test_a_file_of_options(pretrained: Path, document: Path, tmp_path: Path) -> 
     assert report["options"]["max_length"] == 60 and "\n  layer " in report_of(tmp_path / "run")["status"]
 
 
-def test_evaluation_and_accumulation(pretrained: Path, chats: Path, tmp_path: Path) -> None:
+@pytest.mark.full("two runs", but=("chats",))
+@pytest.mark.parametrize("kind", ["chats", "document"])
+def test_evaluation_and_accumulation(
+    kind: str, pretrained: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """A part of the rows is evaluated on; a step has several batches, whose tokens are counted."""
-    job = ("--model", pretrained, "--data", chats, "--test-split-size", 0.25, "--eval-strategy", "steps")
-    job = (*job, "--eval-steps", 1, "--gradient-accumulation-steps", 3, "--logging-steps", 2)
+    data = request.getfixturevalue(kind)
+    job = ("--model", pretrained, "--data", data, "--seq-len", 2000, "--test-split-size", 0.25, "--eval-strategy")
+    job = (*job, "steps", "--eval-steps", 1, "--gradient-accumulation-steps", 3, "--logging-steps", 2)
     code, said = on_rank(*job, "--output", tmp_path / "run")
     assert code == 0 and re.search(r"^seqtile: evaluated after step 2  loss \d\.\d{4}$", said, re.MULTILINE), said
-    assert report_of(tmp_path / "run")["step"] == [2] and "step 2/2" in said and "step 1/2" not in said
+    assert report_of(tmp_path / "run")["step"] == [2] and "step 2/" in said and "step 1/2" not in said
 
 
 def test_the_hub(pretrained: Path, chats: Path, tmp_path: Path) -> None:

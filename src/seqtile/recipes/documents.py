@@ -27,7 +27,7 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
     of which are trained. Raises ValueError for what cannot be read.
     """
     script, mixture, training = asked.script, asked.mixture, asked.training
-    names = [script.dataset_name] if script.dataset_name else asked.own.data
+    names, said = [script.dataset_name] if script.dataset_name else asked.own.data, None
     if mixture.datasets:
         found = get_dataset(mixture)
     elif len(names) == 1 and not Path(names[0]).exists() and HUB_NAME.fullmatch(names[0]) and "/" in names[0]:
@@ -38,15 +38,16 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
         files = list(files_of(paths))
         tables = [file for file in files if file.suffix.lower() in TABLES]
         kinds = {TABLES[file.suffix.lower()] for file in tables}
-        if not tables or (len(tables) < len(files) and not set(tables) & set(paths)):
-            return texts(asked, files, tokenizer)
-        if len(tables) < len(files) or len(kinds) > 1:
+        if len(tables) < len(files) and not set(tables) & set(paths):
+            rows, said = texts(asked, files, tokenizer)
+        elif len(tables) < len(files) or len(kinds) > 1:
             raise ValueError(f"--data: expected files of one kind, got {', '.join(sorted(map(str, paths)))}")
-        with read_of(f"--data: {tables[0]}", "pass a table of one row a line"), TemporaryDirectory() as cache:
-            given = {"data_files": list(map(str, tables)), "cache_dir": cache, "keep_in_memory": True}
-            found = {"train": load_dataset(*kinds, split="train", **given)}
-        if mixture.test_split_size:
-            found = found["train"].train_test_split(mixture.test_split_size, seed=training.seed)
+        else:
+            with read_of(f"--data: {tables[0]}", "pass a table of one row a line"), TemporaryDirectory() as cache:
+                given = {"data_files": list(map(str, tables)), "cache_dir": cache, "keep_in_memory": True}
+                rows = load_dataset(*kinds, split="train", **given)
+        share = mixture.test_split_size
+        found = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
     name, test = script.dataset_train_split, script.dataset_test_split
     wanted = [name, test] if training.eval_strategy != "no" else [name]
     for split in wanted:
@@ -59,17 +60,17 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
         expected = "expected messages, prompt with completion, or text"
         raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
     length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
-    return rows, found[test] if test in wanted else None, f"data: {length}{', '.join(columns)}"
+    return rows, found[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
 
 
-def texts(asked: Asked, files: list[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, None, str]:
+def texts(asked: Asked, files: list[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, str]:
     """Returns text files as rows of --seq-len tokens, and what to say of them."""
     training = asked.training
     a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
     a_step *= training.world_size // asked.own.sequence_parallel
     count = training.max_steps * a_step if training.max_steps > 0 else sys.maxsize
     rows, said = sequences(files, tokenizer, training.max_length, count)
-    return Dataset.from_dict({"input_ids": list(rows), "labels": list(rows)}), None, "\n".join(said)
+    return Dataset.from_dict({"input_ids": list(rows), "labels": list(rows)}), "\n".join(said)
 
 
 def sequences(

@@ -118,5 +118,6 @@ endif
 bench-smoke: $(STAMP)  ## every benchmark, one case of tiny size each, without a GPU
 	$(BIN)/python -m benchmark.run --size smoke
 
-table: $(STAMP)  ## what the pages and README's picture show of plans and of benchmark/results; these in the terminal
+table: $(STAMP)  ## what the pages show of plans, of options and of benchmark/results, and README's picture; these in the terminal
 	$(BIN)/python -m benchmark.pages
+	$(BIN)/python -m dev.options

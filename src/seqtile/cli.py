@@ -127,7 +127,7 @@ def finetune(
       --seq-len            tokens of a sequence at most (4096); text files become sequences of exactly so many
       --config             a YAML file with any of these options
     Training
-      --steps              training steps in total (default: one pass over the data, or --num-train-epochs)
+      --steps              steps in total (default: one pass over the data, or --num-train-epochs)
       --learning-rate      the largest rate (1e-5; 2e-4 for adapters); it rises, then falls by --lr-scheduler-type
       --gradient-accumulation-steps    batches of a step (1)
       --packing            put short rows into one sequence; without FlashAttention its mask is length x length
@@ -136,7 +136,7 @@ def finetune(
       --seed               of drawn weights, dropout and the order of the data (42)
       --compare            train the untiled model first, in a process of its own, and compare
     Adapters
-      --use-peft           train LoRA's adapters (--lora-r 16, --lora-alpha 32) on a frozen base
+      --use-peft           train LoRA's adapters (--lora-r 16, --lora-alpha 32) on all linear layers of a frozen base
       --load-in-4bit       with --use-peft: the base in 4 bits (QLoRA)
       --merge              also write the merged model, to OUTPUT/merged
     Memory

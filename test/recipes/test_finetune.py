@@ -98,7 +98,7 @@ def test_chats_with_adapters(pretrained: Path, chats: Path, tmp_path: Path) -> N
     code, said = on_rank("--model", pretrained, "--data", chats, "--use-peft", "--merge", "--output", output)
     assert code == 0 and "data: 8 rows of messages" in said and "step 8/8" in said, said
     config = json.loads((output / "model" / "adapter_config.json").read_text())
-    assert config["lora_dropout"] == 0 and config["r"] == 16
+    assert config["lora_dropout"] == 0 and config["r"] == 16 and "down_proj" in str(config["target_modules"])
     assert json.loads((output / "report.json").read_text())["options"]["learning_rate"] == 2e-4
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained), output / "model").eval()
     merged = AutoModelForCausalLM.from_pretrained(output / "merged").eval()
@@ -153,6 +153,22 @@ def test_the_hub(pretrained: Path, chats: Path, tmp_path: Path) -> None:
         job = ("--model", pretrained, "--data", chats, "--steps", 1, "--push-to-hub", "--save-every", 1)
         code, _ = on_rank(*job, "--output", tmp_path / "run")
     assert code == 0 and pushed == [str(tmp_path / "run" / "model")] and (tmp_path / "run" / "checkpoint-1").exists()
+
+
+def test_rows_that_cannot_be_trained(pretrained: Path, tmp_path: Path) -> None:
+    """Prompts longer than a sequence are counted; data in YAML may be one name, which --data replaces."""
+    rows, options, bare = tmp_path / "rows.jsonl", tmp_path / "options.yaml", tmp_path / "bare"
+    texts = [{"prompt": "what " * 10 * n, "completion": " is it"} for n in (1, 1, 20)]
+    rows.write_text("\n".join(map(json.dumps, texts)))
+    options.write_text(f"data: {rows}\nmodel: {pretrained}\nseq_len: 200\noutput: {tmp_path / 'run'}\n")
+    code, said = on_rank("--config", options)
+    assert code == 0 and "note: 1 row left out, with no token to train within --seq-len" in said, said
+    assert "step 2/2" in said
+    assert "no row has a token to train within --seq-len" in refused("--config", options, "--seq-len", 20)
+    assert "--data: nowhere does not exist" in refused("--config", options, "--data", "nowhere")
+    save_tiny(bare)
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    assert "has no chat template; pass an instruct model" in refused("--config", options, "--model", bare)
 
 
 def test_fit(pretrained: Path, tmp_path: Path) -> None:
@@ -243,7 +259,7 @@ def test_a_file_of_options_that_cannot_be_read(tmp_path: Path) -> None:
         (("--config", tmp_path / "bad.yaml"), "--config: expected a file of options in YAML"),
         ((f"--config={tmp_path / 'unknown.yaml'}",), "there is no option --modle"),
         (("--config",), "--config: expected a file of options in YAML"),
-        (("--config", tmp_path / "none.yaml"), "No such file"),
+        (("--config", tmp_path / "none.yaml"), "--config: expected a file of options in YAML ([Errno 2] No such file"),
     ):
         assert message in refused(*arguments)
 

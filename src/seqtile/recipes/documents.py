@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from datasets import Dataset, load_dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import get_dataset
+from trl import get_dataset, is_conversational
 
 from seqtile.recipes import HUB_NAME, what_is_here
 from seqtile.recipes.data import read_of, read_text
@@ -59,6 +59,9 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
     if columns and not known & {*columns, "text" if training.dataset_text_field in columns else ""}:
         expected = "expected messages, prompt with completion, or text"
         raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
+    if is_conversational(next(iter(rows), {})) and not (tokenizer.chat_template or training.chat_template_path):
+        lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"
+        raise ValueError(f"--data: {names[0]} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
     length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
     return rows, found[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
 

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import datasets
+from datasets import Dataset
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from rich.console import Console
@@ -31,7 +32,7 @@ from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.recipes import check_output
 from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
-from seqtile.recipes.documents import dataset_of
+from seqtile.recipes.documents import counted, dataset_of
 from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
 from seqtile.recipes.options import Asked, Parser, parsed
 from seqtile.recipes.output import picture, print_table, report_of, write_figures, written_beside
@@ -115,6 +116,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     given |= {"peft_config": get_peft_config(model_options), "same": asked.same(), "watch": watch}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
     trainer = kind(model, training, **given, **extra)
+    say_what_is_left_out(rows, trainer.train_dataset, training.packing, watch)
     tile(asked, trainer, watch, libraries)
     if last is not None:
         watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
@@ -122,6 +124,18 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
         trainer.train(resume_from_checkpoint=last)
     check_finite(trainer.model)
     return trainer
+
+
+def say_what_is_left_out(given: Dataset, taken: Dataset, packed: bool, watch: Watch) -> None:
+    """Says how many rows TRL leaves out, since none of their trained tokens is within --seq-len. Raises ValueError if
+    those are all."""
+    if not hasattr(taken, "__len__") or packed:
+        return
+    if len(taken) == 0:
+        raise ValueError("--data: no row has a token to train within --seq-len; pass a longer one, or other rows")
+    if len(taken) < len(given):
+        left = counted(len(given) - len(taken), "row")
+        watch.say(f"note: {left} left out, with no token to train within --seq-len")
 
 
 def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:

@@ -15,8 +15,16 @@ from seqtile.recipes.data import device_of
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 SAME = (
-    *("model_name_or_path", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "load_in_4bit"),
-    *("load_in_8bit", "data", "sequence_parallel", "max_length", "packing", "per_device_train_batch_size"),
+    *("model_name_or_path", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *(
+        "load_in_4bit",
+        "load_in_8bit",
+        "data",
+        "sequence_parallel",
+        "max_length",
+        "packing",
+        "per_device_train_batch_size",
+    ),
     *("gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "bf16", "fp16"),
     *("assistant_only_loss", "seed"),
 )
@@ -85,6 +93,8 @@ class ModelOptions(ModelConfig):
 
     model_name_or_path: str = HfArg(default=DEFAULT_MODEL, aliases=["--model"])
     dtype: str | None = None
+    lora_target_modules: list[str] | None = HfArg(default_factory=lambda: ["all-linear"])
+    use_bnb_nested_quant: bool = True
     lora_dropout: float = HfArg(default=0.0, help="With it MLPs and layers run in chunks instead of fused.")
 
 
@@ -138,11 +148,14 @@ class Parser(TrlParser):
     def __init__(self, **given: Any):
         kinds = (OwnOptions, TrainingOptions, ModelOptions, ScriptArguments, DatasetMixtureConfig)
         super().__init__(kinds, prog="seqtile finetune", allow_abbrev=False, **given)
+        self.data: list[str] = []  # of the YAML file
 
     def error(self, message: str) -> None:
         raise ValueError(f"{message}; seqtile finetune --help names the options")
 
     def set_defaults_with_config(self, **options: Any) -> list[str]:
+        data = options.pop("data", [])  # which --data replaces, and would be added to
+        self.data = data if isinstance(data, list) else [data]
         actions = ((self._option_string_actions.get(f"--{name}"), name, value) for name, value in options.items())
         return super().set_defaults_with_config(
             **{action.dest if action else name: value for action, name, value in actions}
@@ -156,12 +169,15 @@ def parsed(arguments: list[str]) -> Asked:
     parts = [part for one in arguments for part in (one.split("=", 1) if one.startswith(named) else [one])]
     try:
         *found, unknown = parser.parse_args_and_config(parts, return_remaining_strings=True)
-    except (YAMLError, IndexError) as error:
+    except (YAMLError, IndexError, OSError) as error:
         raise ValueError(f"--config: expected a file of options in YAML ({' '.join(str(error).split())})") from error
     if unknown:
         parser.error(f"there is no option {unknown[0]}")
     asked = Asked(*found)
     own, training, model = asked.own, asked.training, asked.model
+    own.data = own.data or parser.data
+    if training.max_steps == -1 and not (own.data or asked.script.dataset_name or asked.mixture.datasets):
+        training.max_steps = 4  # of the default data, a demonstration
     if own.untiled:
         asked.own = own = replace(own, layer=False, head_groups=None, offload=False, fit=False, merge=False)
     if training.learning_rate is None:

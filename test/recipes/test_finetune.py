@@ -61,7 +61,8 @@ def test_compare(
     """The whole job: sequences of more than a chunk, the untiled run in its own process, report, picture and model."""
     monkeypatch.setattr("seqtile.rules.MLP_CHUNK_BYTES", 0)
     output = tmp_path / "new" / "run"
-    job = ("--model", pretrained, "--data", document, "--seq-len", 2500, "--steps", 3, "--compare")
+    (options := tmp_path / "options.yaml").write_text("compare: true\n")
+    job = ("--model", pretrained, "--data", document, "--seq-len", 2500, "--steps", 3, "--config", options)
     code, ours = on_rank(*job, "--learning-rate", "1e-3", "--output", output)
     printed = capfd.readouterr().out + ours
     assert code == 0, printed

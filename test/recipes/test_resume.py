@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from filelock import FileLock
@@ -180,26 +181,31 @@ def test_two_runs_into_one_output(job: tuple, tmp_path: Path) -> None:
 
 
 @pytest.mark.full("20 s each; other tests send signals inside a process")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])
-def test_signals(number: int, job: tuple, tmp_path: Path) -> None:
-    """All but SIGKILL finish the step, save, and end the process as the signal would have."""
+@pytest.mark.parametrize("when", ["seqtile", "untiled"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
+def test_signals(number: int, when: str, job: tuple, tmp_path: Path) -> None:
+    """All but SIGKILL finish the step, save, and end the process, and that of a comparison, as the signal would
+    have."""
     output = tmp_path / "run"
     command = [sys.executable, "-m", "seqtile.cli", "finetune", *map(str, job), "--device", "cpu", "--output", output]
+    command += ["--steps", "20000", *(["--compare"] if when == "untiled" else [])]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
-    with subprocess.Popen(
-        [*command, "--steps", "20000"], text=True, stdout=subprocess.PIPE, env=environment
-    ) as process:
-        while "seqtile: step 3/" not in process.stdout.readline():
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=environment) as process:
+        while f"{when}: step 3/" not in process.stdout.readline():
             assert process.poll() is None
+        others = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         process.stdout.read()
     assert process.returncode == -number
-    assert (output / "model").exists() == (number != signal.SIGKILL)
-    assert not list(temporary.iterdir()), "nothing is left"
-    code, said = on_rank(*job, "--steps", 20_000, "--output", output)
-    assert code == 1 and "pass --resume" in said
+    assert (output / "model").exists() == (number != signal.SIGKILL and when == "seqtile")
+    assert not psutil.wait_procs(others, timeout=60)[1], "no process is left"
+    if number != signal.SIGKILL:
+        assert not list(temporary.iterdir()), "nothing is left"
+    if when == "seqtile":
+        code, said = on_rank(*job, "--steps", 20_000, "--output", output)
+        assert code == 1 and "pass --resume" in said
 
 
 @pytest.mark.dist

@@ -16,14 +16,15 @@ CHECKED = ("glm4_moe", "deepseek_v3", "minimax_m2")
 
 
 def with_buffers() -> list[str]:
-    """The types with persistent buffers, such as routers' biases."""
+    """The types of text models with persistent buffers, such as routers' biases."""
     found = []
     for model_type in model_types():
         try:
-            model = small_of(model_type)
+            model = small_of(model_type, vocab_size=100)
         except Exception:  # needs a package, or a GPU
             continue
-        if set(model.state_dict()) - set(dict(model.named_parameters())):
+        buffers = set(model.state_dict()) - set(dict(model.named_parameters()))
+        if buffers and type(model.config) in AutoModelForCausalLM._model_mapping:
             found.append(model_type)
     return found
 

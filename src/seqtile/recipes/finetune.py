@@ -36,7 +36,7 @@ from seqtile.recipes.documents import counted, dataset_of
 from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
 from seqtile.recipes.options import Asked, Parser, parsed
 from seqtile.recipes.output import picture, print_table, report_of, write_figures, written_beside
-from seqtile.recipes.tuner import OPTIONS, OverRanks, Tuner, Watch, check_finite
+from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, check_finite, handled
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
@@ -59,6 +59,8 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     check_output(output)
     with held(output, training.process_index == 0):
         untiled = untiled_run(arguments, console) if own.compare else None
+        if isinstance(untiled, int):
+            return untiled
         watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
         with memory_errors("the run needs", "--layer, --fit or a shorter --seq-len needs less"):
             trainer = trained(asked, watch)
@@ -120,7 +122,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     tile(asked, trainer, watch, libraries)
     if last is not None:
         watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
-    with watch.signals_noted():
+    with handled(watch.note):
         trainer.train(resume_from_checkpoint=last)
     check_finite(trainer.model)
     return trainer
@@ -225,22 +227,19 @@ def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
     raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 
 
-def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | None:
-    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; None, and
-    says so, if it does not fit. The process ends when this one does."""
+def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | int | None:
+    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; the signal
+    that ended it early; None, and says so, if it does not fit. The process ends when this one does."""
     rest = [argument for argument in arguments if argument != "--compare"]
     with tempfile.TemporaryDirectory() as aside:
         command = [sys.executable, "-m", "seqtile.cli", "finetune", *rest, "--untiled", "--output", aside]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)  # which closes with this process
-        try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        with handled(lambda number, frame: process.send_signal(number)):
             code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
         file = Path(aside) / "report.json"
         if code == 0 and file.exists():
             return json.loads(file.read_text())["runs"]["seqtile"]
-    if code in (-9, 1):
-        console.print("note: the untiled run did not come to its end, so there is nothing to compare with")
-        return None
-    raise KeyboardInterrupt("in the untiled run")
+    if -code in SIGNALS:
+        return -code
+    console.print("note: the untiled run did not come to its end, so there is nothing to compare with")
+    return None

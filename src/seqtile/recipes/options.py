@@ -179,7 +179,11 @@ def parsed(arguments: list[str]) -> Asked:
     if training.max_steps == -1 and not (own.data or asked.script.dataset_name or asked.mixture.datasets):
         training.max_steps = 4  # of the default data, a demonstration
     if own.untiled:
-        asked.own = own = replace(own, layer=False, head_groups=None, offload=False, fit=False, merge=False)
+        off = dict.fromkeys(("layer", "offload", "fit", "merge", "compare"), False)
+        off |= {"head_groups": None, "save_every": None}
+        asked.own, training.push_to_hub = replace(own, **off), False
+        own = asked.own
+        training.push_to_hub = False
     if training.learning_rate is None:
         training.learning_rate = LORA_RATE if model.use_peft else FULL_RATE
     if model.dtype is None:

@@ -5,7 +5,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -107,6 +107,17 @@ def check_finite(model: nn.Module) -> None:
             raise ValueError(f"{name} holds nan or inf, so it was not saved; train with a smaller --learning-rate")
 
 
+@contextmanager
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handles signals that end a process by `handler`."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Watch(TrainerCallback):
     """Shows a line for every loss that is logged, and saves and ends the run on a signal.
 
@@ -127,18 +138,9 @@ class Watch(TrainerCallback):
         with tqdm.external_write_mode():
             self.console.print(text)
 
-    @contextmanager
-    def signals_noted(self) -> Iterator[None]:
-        """Lets the step at hand end before a signal ends the run. A second Ctrl-C raises KeyboardInterrupt, but not on
-        ranks, to which torchrun passes on what their terminal has told them already."""
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
+    def note(self, number: int, frame: Any) -> None:
+        """Handles a signal: the step at hand ends before the run does. A second Ctrl-C raises KeyboardInterrupt, but
+        not on ranks, to which torchrun passes on what their terminal has told them already."""
         if self.got == number == signal.SIGINT and not dist.is_initialized():
             raise KeyboardInterrupt
         if self.got is None and not dist.is_initialized():

@@ -93,11 +93,7 @@ def fit(
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     given = setup_of(setup)
-    try:
-        predictor: Predictor = formula_of(inner.config)
-    except NoFormula as error:
-        predictor = _simulation(inner, given, str(error))
-    found = choose(predictor, given, seq_len, batch_size)
+    found = choose(_predictor(inner, given), given, seq_len, batch_size)
     found = replace(found, lines=(*found.lines, *_notes(found.plan, inner.config._attn_implementation)))
     if not dry_run:
         apply_seqtile(inner, **found.options)
@@ -151,16 +147,19 @@ def formula_of(config: Any) -> Formula:
     return formula
 
 
-def _simulation(model: nn.Module, given: Setup, why: str) -> Predictor:
-    """Returns what simulates a model. ValueError, with why that is needed, for what cannot be."""
-    from seqtile.memory.simulate import Simulation  # which takes seconds to import
-
+def _predictor(model: nn.Module, given: Setup) -> Predictor:
+    """Returns the formula of a model's memory, or what simulates it. ValueError for what neither can predict."""
     try:
-        found = Simulation(class_of(model), model.config, given)
-    except ValueError as error:
-        raise ValueError(f"{why}; {error}") from error
-    found.notes = [f"{why}: simulated with its own code"]
-    return found
+        return formula_of(model.config)
+    except NoFormula as no_formula:
+        from seqtile.memory.simulate import Simulation  # which takes seconds to import
+
+        try:
+            found = Simulation(class_of(model), model.config, given)
+        except ValueError as error:
+            raise ValueError(f"{no_formula}; {error}") from error
+        found.notes = [f"{no_formula}: simulated with its own code"]
+        return found
 
 
 def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:

@@ -187,12 +187,12 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
 def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more offloaded, and with enough GPUs for `plan` to fit, if it is longer."""
     setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
-    tried: dict[str, dict[str, Any]] = {}
-    for parts in (("optimizer",), ("optimizer", "weights")):
-        offload = tuple(dict.fromkeys((*setup.offload, *parts)))
-        tried[" ".join(f"--offload {part}" for part in offload if part != "activations")] = {"offload": offload}
-    for gpus in (setup.gpus * times for times in (2, 4, 8, 16, 32, 64, 128)):
-        shared_by = gpus // setup.gpus * setup.sequence_parallel
+    tried: dict[str, dict[str, Any]] = {
+        "--offload optimizer": {"offload": (*setup.offload, "optimizer")},
+        "--offload optimizer --offload weights": {"offload": (*setup.offload, "optimizer", "weights")},
+    }
+    for times in (2, 4, 8, 16, 32, 64, 128):
+        gpus, shared_by = setup.gpus * times, setup.sequence_parallel * times
         tried[f"--gpus {gpus}"] = {"gpus": gpus, "sequence_parallel": shared_by}
     found = {}
     for name, changes in tried.items():
@@ -236,8 +236,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (True, "from transformers import AutoModelForCausalLM"),
         (sharded, "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"),
         (several, f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group'),
-        (setup.liger, f"from liger_kernel.transformers import {liger}"),
-        (setup.liger, f"{liger}()  # before the model is built"),
+        (setup.liger, f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"),
         (quantised, f"four_bits = BitsAndBytesConfig({four_bits}, bnb_4bit_use_double_quant=True)"),
         (True, f"model = AutoModelForCausalLM.from_pretrained({loaded}).train()"),
         (not setup.full, f"model = get_peft_model(model, {adapters})"),
@@ -245,14 +244,13 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (setup.shared_tokens, f"seqtile.share_prefixes(model{least})"),
         (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}), batches="whole")'),
         (moved, f"# DeepSpeed's ZeRO-{max(stage, 1)} with {' and '.join(moved)} offloaded to the CPU"),
-        (sharded, "for module in (*model.get_decoder().layers, model):"),
-        (sharded, f"    fully_shard(module{policy})"),
+        (sharded, "for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"),
         (several and not moved and not sharded, f"# {by_other}"),
         (on_host, 'offload.enable(model, device="cuda")'),  # wherever the model is yet
         (not on_host, f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}'),
         (setup.autocast, f'# each forward under torch.autocast("cuda", {dtype}); the weights are float32'),
     )
-    return [line for wanted, line in lines if wanted]
+    return [line for wanted, *said in lines if wanted for line in said]
 
 
 def figures(forecast: PlanResult) -> dict[str, Any]:

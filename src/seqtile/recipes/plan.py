@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from seqtile import memory
 from seqtile.limits import flash_limit
-from seqtile.memory import KNOWN, TILES, Formula, Longest, Plan, Setup, Shape, ladder, shape_of
-from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
+from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import HUB_NAME, argument, hub_config, number_or_name, option
@@ -26,7 +26,7 @@ MIN_SHARED = 256  # tokens: the default min_tokens of `share_prefixes`
 class PlanOptions:
     """The options of `seqtile plan`. One that is named as a field of `memory.Setup` sets that field."""
 
-    model: str = argument("A config.json, its directory, or a name on the hub; at once: " + ", ".join(KNOWN))
+    model: str = argument("A config.json, its directory, or a name on the hub; at once: " + ", ".join(memory.KNOWN))
     seq_len: int | None = option(None, "Sequence length in tokens (default: the longest that fits).")
     batch_size: int = option(1, "Sequences in a batch.")
     shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
@@ -44,7 +44,7 @@ class PlanOptions:
     load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
     accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
-    layer: bool = option(False, "Tile whole layers, needed or not; their inputs on the host unless --only lacks host.")
+    layer: bool = option(False, "Tile whole layers, needed or not.")
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")
@@ -112,12 +112,15 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated)
     formula, in_groups = Formula(shape), setup["head_groups"] is not None
     if asked.layer or in_groups:  # raises if this model cannot have them
-        formula.predict(setup_of(setup | {"tiles": TILES}), asked.shared_tokens + 1, batch_size)
+        whole = setup_of(setup | {"tiles": TILES})
+        formula.predict(whole, asked.shared_tokens + 1, batch_size)
+        if (refusal := formula.refusal("groups", whole)) is not None:
+            raise ValueError(f"head_groups: {refusal}")
     if asked.only is not None:
         chosen = just(asked.only, setup, asked.layer)
         lengths = [(chosen, formula.longest(chosen, batch_size))]
     else:
-        lengths = list(ladder(shape, batch_size=batch_size, **setup))
+        lengths = list(memory.ladder(shape, batch_size=batch_size, **setup))
     wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
     wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
@@ -127,19 +130,16 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         chosen = next((tried for tried, found in wanted if found.tokens >= seq_len), wanted[-1][0])
     step = formula.predict(chosen, seq_len, batch_size)
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    notes = [*shape.notes, *_notes(asked, step), *more]
+    notes = [*shape.notes, *_notes(step), *more]
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
     return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated, lengths, step, *fitting)
 
 
-def _notes(asked: PlanOptions, step: Plan) -> list[str]:
+def _notes(step: Plan) -> list[str]:
     """Says what is to be known of the planned step."""
-    notes, shape, setup = [], step.shape, step.setup
+    notes, shape = [], step.shape
     if shape.positions is not None and step.seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
-    if (asked.layer or asked.head_groups) and asked.only is None and "activations" in setup.offload:
-        stay = "with --only loss,MLP --layer they stay on the GPU"
-        notes.append(f"whole layers are planned with their inputs in host memory (column host); {stay}")
     limits = [flash_limit(name, step.heads_at_once, shape.head_dim) for name in ("flash_attention_2", "sdpa")]
     return notes + [limit[1] for limit in limits if limit is not None and step.seq_len >= limit[0]]
 
@@ -168,7 +168,7 @@ def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
     """Runs the code of a model without a formula on tensors without data. Returns its longest sequences, and notes."""
     setup = setup_of(asked.setup())
-    if (refusal := simulation_refusal(setup)) is not None:
+    if (refusal := memory.simulation_refusal(setup)) is not None:
         return {}, [refusal]
     from seqtile.memory.simulate import Simulation  # slow: torch
     from seqtile.recipes.check import class_and_config
@@ -176,9 +176,9 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
     found: dict[str, int] = {}
     try:
         predictor = Simulation(*class_and_config(asked.model), setup, each)
-        for name in FEATURES:
-            if predictor.refusal(name, setup) is None:
-                found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
+        for name, chosen, refusal in predictor.turned_on(setup):
+            if refusal is None:
+                found[name] = predictor.longest(chosen, asked.batch_size).tokens
     except Exception as error:  # the model's own code may raise anything on tensors without data
         return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
     return found, predictor.notes
@@ -187,12 +187,12 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
 def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more offloaded, and with enough GPUs for `plan` to fit, if it is longer."""
     setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
-    tried: dict[str, dict[str, Any]] = {}
-    for parts in (("optimizer",), ("optimizer", "weights")):
-        offload = tuple(dict.fromkeys((*setup.offload, *parts)))
-        tried[" ".join(f"--offload {part}" for part in offload if part != "activations")] = {"offload": offload}
-    for gpus in (setup.gpus * times for times in (2, 4, 8, 16, 32, 64, 128)):
-        shared_by = gpus // setup.gpus * setup.sequence_parallel
+    tried: dict[str, dict[str, Any]] = {
+        "--offload optimizer": {"offload": (*setup.offload, "optimizer")},
+        "--offload optimizer --offload weights": {"offload": (*setup.offload, "optimizer", "weights")},
+    }
+    for times in (2, 4, 8, 16, 32, 64, 128):
+        gpus, shared_by = setup.gpus * times, setup.sequence_parallel * times
         tried[f"--gpus {gpus}"] = {"gpus": gpus, "sequence_parallel": shared_by}
     found = {}
     for name, changes in tried.items():
@@ -219,7 +219,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     loaded = f'{json.dumps(path)}, attn_implementation="flash_attention_2"'
     loaded += ", dtype=torch.float32" if sharded and setup.full else ""
     loaded += ", quantization_config=four_bits" if quantised else ""
-    tiled = "".join(f", {name}={value!r}" for name, value in apply_options(setup).items()).replace("'", '"')
+    tiled = "".join(f", {name}={value!r}" for name, value in memory.apply_options(setup).items()).replace("'", '"')
     adapters = f'LoraConfig(r={setup.lora_rank}, target_modules="all-linear")'
     least = f", min_tokens={setup.shared_tokens}" if setup.shared_tokens < MIN_SHARED else ""
     policy = "" if setup.autocast else f", mp_policy=MixedPrecisionPolicy({dtype}, torch.float32)"
@@ -236,8 +236,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (True, "from transformers import AutoModelForCausalLM"),
         (sharded, "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"),
         (several, f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group'),
-        (setup.liger, f"from liger_kernel.transformers import {liger}"),
-        (setup.liger, f"{liger}()  # before the model is built"),
+        (setup.liger, f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"),
         (quantised, f"four_bits = BitsAndBytesConfig({four_bits}, bnb_4bit_use_double_quant=True)"),
         (True, f"model = AutoModelForCausalLM.from_pretrained({loaded}).train()"),
         (not setup.full, f"model = get_peft_model(model, {adapters})"),
@@ -245,14 +244,13 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (setup.shared_tokens, f"seqtile.share_prefixes(model{least})"),
         (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}), batches="whole")'),
         (moved, f"# DeepSpeed's ZeRO-{max(stage, 1)} with {' and '.join(moved)} offloaded to the CPU"),
-        (sharded, "for module in (*model.get_decoder().layers, model):"),
-        (sharded, f"    fully_shard(module{policy})"),
+        (sharded, "for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"),
         (several and not moved and not sharded, f"# {by_other}"),
         (on_host, 'offload.enable(model, device="cuda")'),  # wherever the model is yet
         (not on_host, f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}'),
         (setup.autocast, f'# each forward under torch.autocast("cuda", {dtype}); the weights are float32'),
     )
-    return [line for wanted, line in lines if wanted]
+    return [line for wanted, *said in lines if wanted for line in said]
 
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
@@ -272,12 +270,12 @@ def features(setup: Setup) -> dict[str, Any]:
     """Returns the features and their values in a setup."""
     return {
         "tiled_loss": "loss" in setup.tiles,
-        "sequence_parallel": setup.sequence_parallel,
         "tiled_mlp": "mlp" in setup.tiles,
-        "offloaded_activations": "activations" in setup.offload,
-        "liger": setup.liger,
         "tiled_layer": "layer" in setup.tiles,
+        "sequence_parallel": setup.sequence_parallel,
+        "offloaded_activations": "activations" in setup.offload,
         "head_groups": setup.head_groups,
+        "liger": setup.liger,
     }
 
 
@@ -321,7 +319,7 @@ def simulated_table(lengths: dict[str, int]) -> Table:
 
 
 def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table:
-    columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
+    columns = [Column(name, justify="center") for name in ("loss", "MLP", "layer", "share", "host", "groups", "Liger")]
     columns += [Column("tokens", justify="right", no_wrap=True), Column("bound by")]
     table = Table(*columns, title="Longest sequence, predicted, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"

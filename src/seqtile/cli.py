@@ -101,7 +101,7 @@ def errors_printed(console: Console) -> Iterator[None]:
     """Ends the command with 1 for an error that has a sentence for the user, with 130 for Ctrl-C."""
     try:
         yield
-    except (ModuleNotFoundError, ValueError, OSError, MemoryError) as error:
+    except (ImportError, ValueError, OSError, MemoryError) as error:
         console.quiet &= not isinstance(error, OSError | MemoryError)  # which not all ranks raise alike
         console.print("error:", style="red", end=" ")
         console.print(str(error))

@@ -1,4 +1,4 @@
-"""Reads long documents, and no more files than needed."""
+"""Text files become sequences."""
 
 import codecs
 from pathlib import Path
@@ -9,20 +9,6 @@ from transformers import AutoTokenizer
 
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes.documents import files_of, sequences, standard_library
-
-
-def test_no_more_files_are_read_than_needed(tmp_path: Path) -> None:
-    """Invalid text in a file that is not needed is not read; if it is read, nothing of the file is kept."""
-    save_tiny(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    (tmp_path / "b.txt").write_bytes(b"words and " * 200 + b"\xff")
-    (tmp_path / "c.txt").write_text("héllo" * 40, encoding="utf-8")
-    (tmp_path / "a.txt").write_text("words and " * 30)
-    files = sorted(tmp_path.glob("*.txt"))
-    assert sequences(files, tokenizer, seq_len=100, count=3)[1] == ["data: 1 file read, 301 tokens: 3 sequences"]
-    rows, said = sequences(files, tokenizer, seq_len=100, count=5)
-    assert said == ["data: 2 files read, 502 tokens: 5 sequences", f"skipped: {files[1]} (not UTF-8 text)"]
-    assert rows.flatten()[301:].tolist() == tokenizer("héllo" * 40)["input_ids"][:199]
 
 
 def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> None:
@@ -38,18 +24,16 @@ def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> Non
     assert [file.name for file in files_of((data,))] == ["x.md", "b.txt", "c.bin", "d.txt", "e.txt"]
     assert list(files_of((data / "b.txt",))) == [data / "b.txt"]
     assert sum(path.stat().st_size for path in standard_library()) > 1_000_000, "the default document is long"
-    rows, said = sequences(list(files_of((data,))), tokenizer, seq_len=4, count=5)
+    rows, said = sequences(list(files_of((data,))), tokenizer, seq_len=4)
     letters = [tokenizer.convert_ids_to_tokens(row) for row in rows.tolist()]
     assert letters[0] == list("firs") and letters[1] == ["t", "</s>", "s", "e"]
     assert rows.shape == (3, 4) and rows.dtype == np.int64
     assert said == [
         "data: 2 files read, 13 tokens: 3 sequences",
-        "data repeats: 5 sequences are needed, so each comes 1.7 times on average",
         f"skipped: {data}/c.bin (not UTF-8 text)",
         f"skipped: {data}/d.txt (not UTF-8 text)",
         f"skipped: {data}/e.txt (empty)",
     ]
-    assert sequences(list(files_of((data,))), tokenizer, 4, 1)[1] == ["data: 1 file read, 6 tokens: 1 sequence"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that nobody can read")
@@ -60,8 +44,8 @@ def test_what_cannot_be_read_is_skipped_and_said(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(b"")
     (tmp_path / "words").write_text("words")
     files = [Path("/proc/self/mem"), *tmp_path.glob("*.txt"), tmp_path / "words"]
-    lines = sequences(files, tokenizer, seq_len=4, count=1)[1]
+    lines = sequences(files, tokenizer, seq_len=4)[1]
     assert lines[1] == "skipped: /proc/self/mem (unreadable: Input/output error)" and "/words" not in str(lines)
     assert len(lines) == 12 and lines[-1] == "skipped: 3 files more"
     with pytest.raises(ValueError, match="--data holds no UTF-8 text: 1 file skipped, /proc/self/mem"):
-        sequences([Path("/proc/self/mem")], tokenizer, seq_len=4, count=1)
+        sequences([Path("/proc/self/mem")], tokenizer, seq_len=4)

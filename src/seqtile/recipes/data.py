@@ -55,7 +55,10 @@ def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
     except Exception as error:  # safetensors, tokenizers, pickle, json: each has classes of its own, or none
         if is_out_of_memory(error):
             raise
-        why = in_brief(error)
+        last = error
+        while last.__cause__ is not None:
+            last = last.__cause__
+        why = in_brief(last)
         if "trust_remote_code" in str(error):
             why = "it brings code of its own, which this command does not run"
             remedy = "read that code, then load the model in Python with trust_remote_code=True"

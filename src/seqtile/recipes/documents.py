@@ -1,7 +1,7 @@
 """The rows that `seqtile finetune` trains on, from text files, tables or a data set of the hub."""
 
+import glob
 import os
-import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,13 +39,15 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
         tables = [file for file in files if file.suffix.lower() in TABLES]
         kinds = {TABLES[file.suffix.lower()] for file in tables}
         if len(tables) < len(files) and not set(tables) & set(paths):
-            rows, said = texts(asked, files, tokenizer)
+            cut, lines = sequences(files, tokenizer, training.max_length)
+            rows = Dataset.from_dict({"input_ids": list(cut), "labels": list(cut)})
+            said = "\n".join(lines)
         elif len(tables) < len(files) or len(kinds) > 1:
             raise ValueError(f"--data: expected files of one kind, got {', '.join(sorted(map(str, paths)))}")
         else:
             with read_of(f"--data: {tables[0]}", "pass a table of one row a line"), TemporaryDirectory() as cache:
-                given = {"data_files": list(map(str, tables)), "cache_dir": cache, "keep_in_memory": True}
-                rows = load_dataset(*kinds, split="train", **given)
+                names = [glob.escape(str(table)) for table in tables]
+                rows = load_dataset(*kinds, data_files=names, split="train", cache_dir=cache, keep_in_memory=True)
         share = mixture.test_split_size
         found = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
     name, test = script.dataset_train_split, script.dataset_test_split
@@ -55,8 +57,9 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
             remedy = "pass --test-split-size" if split == test else "pass another --dataset-train-split"
             raise ValueError(f"--data: there is no split {split}, only {', '.join(found)}; {remedy}")
     rows = found[name]
-    columns, known = rows.column_names or [], {"messages", "text", "prompt", "completion", "input_ids", "conversations"}
-    if columns and not known & {*columns, "text" if training.dataset_text_field in columns else ""}:
+    columns = rows.column_names or []
+    known = ({"messages"}, {"conversations"}, {"input_ids"}, {training.dataset_text_field}, {"prompt", "completion"})
+    if columns and not any(names <= set(columns) for names in known):
         expected = "expected messages, prompt with completion, or text"
         raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
     if is_conversational(next(iter(rows), {})) and not (tokenizer.chat_template or training.chat_template_path):
@@ -66,25 +69,11 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
     return rows, found[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
 
 
-def texts(asked: Asked, files: list[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, str]:
-    """Returns text files as rows of --seq-len tokens, and what to say of them."""
-    training = asked.training
-    a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    a_step *= training.world_size // asked.own.sequence_parallel
-    count = training.max_steps * a_step if training.max_steps > 0 else sys.maxsize
-    rows, said = sequences(files, tokenizer, training.max_length, count)
-    return Dataset.from_dict({"input_ids": list(rows), "labels": list(rows)}), "\n".join(said)
-
-
-def sequences(
-    files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int
-) -> tuple[np.ndarray, list[str]]:
-    """Returns up to `count` sequences of `seq_len` tokens, [sequences, seq_len] int64, and lines to print: documents
-    joined by the end-of-text token; no more files are read than needed. Raises ValueError if not one is full."""
+def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[np.ndarray, list[str]]:
+    """Returns text files as sequences of `seq_len` tokens, [sequences, seq_len] int64, and lines to print: documents
+    joined by the end-of-text token. Raises ValueError if not one is full."""
     ids, read, skipped = array("q"), 0, {}
     for file in files:
-        if len(ids) >= count * seq_len:
-            break
         try:
             with file.open(encoding="utf-8-sig") as opened:  # a byte order mark is no text
                 found = tokenizer(read_text(opened), add_special_tokens=False, verbose=False)["input_ids"]
@@ -103,14 +92,12 @@ def sequences(
         raise ValueError(
             f"--data holds no UTF-8 text: {counted(len(skipped), 'file')} skipped, {first} first; pass text files"
         )
-    if (full := min(count, len(ids) // seq_len)) == 0:
+    if (full := len(ids) // seq_len) == 0:
         raise ValueError(
             f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
             "--seq-len"
         )
     said = [f"data: {counted(read, 'file')} read, {len(ids):,} tokens: {counted(full, 'sequence')}"]
-    if full < count < sys.maxsize:
-        said.append(f"data repeats: {count:,} sequences are needed, so each comes {count / full:.1f} times on average")
     said += [f"skipped: {file} ({why})" for file, why in list(skipped.items())[:LISTED]]
     if (more := len(skipped) - LISTED) > 0:
         said.append(f"skipped: {counted(more, 'file')} more")

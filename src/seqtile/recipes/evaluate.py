@@ -95,7 +95,7 @@ def picture(found: Evaluation, title: str) -> "Figure":
     spans = found.by_position
     axes.stairs([span.loss for span in spans], [0, *(span.stop for span in spans)], baseline=None)
     axes.axhline(found.loss, linestyle="--", color="tab:gray", label=f"all: {found.loss:.4f}")
-    axes.set(title=title, xlabel="tokens before", ylabel="mean loss of a token")
+    axes.set(title=title.replace("$", r"\$"), xlabel="tokens before", ylabel="mean loss of a token")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

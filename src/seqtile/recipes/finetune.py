@@ -30,13 +30,13 @@ from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
-from seqtile.recipes import check_output
+from seqtile.recipes import check_output, in_brief
 from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
 from seqtile.recipes.documents import counted, dataset_of
 from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
 from seqtile.recipes.options import Asked, Parser, parsed
-from seqtile.recipes.output import picture, print_table, report_of, write_figures, written_beside
-from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, check_finite, handled
+from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
+from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, cause, check_finite, handled
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
@@ -57,27 +57,41 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     if own.untiled:  # a process that ends when the one that started it does
         Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
     check_output(output)
-    with held(output, training.process_index == 0):
-        untiled = untiled_run(arguments, console) if own.compare else None
-        if isinstance(untiled, int):
-            return untiled
-        watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
-        with memory_errors("the run needs", "--layer, --fit or a shorter --seq-len needs less"):
+    watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
+    remedy = "--layer, --fit or a shorter --seq-len needs less"
+    with held(output, training.process_index == 0), handled(watch.note), memory_errors("the run needs", remedy):
+        try:
+            untiled = untiled_run(arguments, console) if own.compare else None
+            if isinstance(untiled, int):
+                return untiled
             trainer = trained(asked, watch)
-        place = output if own.untiled else saved(asked, trainer, watch)
-        report, main = report_of(asked, trainer, untiled), trainer.is_world_process_zero()
-        if own.untiled:
-            (output / "report.json").write_text(json.dumps(report))
-        elif main:
-            print_table(report, console)
-            console.print(f"model, report.json and report.png are in {place}")
-            write_figures(place / "report", report, partial(picture, report))
+            place = output if own.untiled else saved(asked, trainer, watch)
+        except KeyboardInterrupt:
+            if watch.got is None:
+                raise
+            return watch.got
+        reported(asked, trainer, untiled, place, watch)
+        if place == output and training.push_to_hub:
+            training.output_dir = str(output / "model")
+            trainer.push_to_hub()
     if place != output:
         raise OSError(f"the model could not be saved in {output}; it is in {place}")
-    if training.push_to_hub:
-        training.output_dir = str(output / "model")
-        trainer.push_to_hub()
     return watch.got
+
+
+def reported(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, watch: Watch) -> None:
+    """Prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
+    report = report_of(asked, trainer, untiled)
+    if asked.own.untiled:
+        (place / "report.json").write_text(json.dumps(report))
+    elif trainer.is_world_process_zero():
+        print_table(report, watch.console)
+        try:
+            write_figures(place / "report", report, partial(picture, report))
+            watch.say(f"model, report.json and report.png are in {place}")
+        except OSError as error:
+            watch.say(f"note: the model is in {place}, but no report could be written there ({cause(error, place)})")
+    of_every_rank(0.0)  # the first rank draws while others wait
 
 
 @contextmanager
@@ -89,6 +103,8 @@ def held(output: Path, main: bool) -> Iterator[None]:
     except Timeout as error:
         raise ValueError(f"--output: another run writes to {output}; choose another directory") from error
     with lock:
+        for left in output.glob(".incomplete-*") if main else ():  # by a run that was killed
+            remove(left)
         yield
 
 
@@ -98,7 +114,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     if training.use_cpu:
         return_freed_memory()
     libraries = peak_mib(training.device.type)
-    last = checkpoint_to_go_on_from(asked)
+    last = last_checkpoint(asked)
     with watch.console.status("loading"):
         trust = training.trust_remote_code
         load_config(model_options.model_name_or_path, trust_remote_code=trust)
@@ -111,19 +127,24 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
         options |= training.model_init_kwargs or {}
         model = load_model(model_options.model_name_or_path, **options)
     watch.say(said)
+    same = asked.same(len(rows) if hasattr(rows, "__len__") else None)
+    check_same(asked, same, last)
     training.model_init_kwargs, kind, extra = None, Tuner, {}
     if asked.own.sequence_parallel > 1:
         kind, extra = OverRanks, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
     given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
-    given |= {"peft_config": get_peft_config(model_options), "same": asked.same(), "watch": watch}
+    given |= {"peft_config": get_peft_config(model_options), "same": same, "watch": watch}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
-    trainer = kind(model, training, **given, **extra)
+    try:
+        trainer = kind(model, training, **given, **extra)
+    except (AttributeError, LookupError, TypeError) as error:
+        expected = "expected text, messages, or a prompt and a completion in every row"
+        raise ValueError(f"--data: TRL cannot take these rows ({in_brief(error)}); {expected}") from error
     say_what_is_left_out(rows, trainer.train_dataset, training.packing, watch)
     tile(asked, trainer, watch, libraries)
     if last is not None:
         watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
-    with handled(watch.note):
-        trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=last)
     check_finite(trainer.model)
     return trainer
 
@@ -172,33 +193,37 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
     trainer.add_callback(watch)
 
 
-def checkpoint_to_go_on_from(asked: Asked) -> str | None:
+def last_checkpoint(asked: Asked) -> str | None:
     """Returns the directory of the last checkpoint, None for a new run. Raises ValueError if there is none to go on
-    from, or if it is another run's."""
-    training, output = asked.training, asked.training.output_dir
+    from, or one though it is a new run."""
+    output = asked.training.output_dir
     last = get_last_checkpoint(output)
     if last is None and asked.own.resume:
         raise ValueError(
             f"--resume: expected a checkpoint in {output}, got none; pass the --output of the run that was ended "
             "early, or leave out --resume to start a new run"
         )
-    if last is None:
-        return None
-    if not asked.own.resume:
+    if last is not None and not asked.own.resume:
         raise ValueError(
             f"--output: {output} holds {Path(last).name} of an earlier run; pass --resume, or another --output"
         )
-    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(asked.same()))
-    for name, value in before.items():
-        if now[name] != value:
-            raise ValueError(f"--resume: {name} was {value} and is {now[name]} now; pass the same options")
-    steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
-    if training.max_steps not in (-1, steps) and "constant" not in training.lr_scheduler_type:
-        raise ValueError(
-            f"--resume: the run has {steps} steps, and --steps is {training.max_steps} now; another number is possible "
-            "only with --lr-scheduler-type constant"
-        )
     return last
+
+
+def check_same(asked: Asked, same: dict[str, Any], last: str | None) -> None:
+    """Raises ValueError if the last checkpoint is of a run with other options."""
+    if last is None:
+        return
+    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(same))
+    for name in before.keys() & now.keys():
+        if now[name] != before[name]:
+            raise ValueError(f"--resume: {name} was {before[name]} and is {now[name]} now; pass the same options")
+    steps, wanted = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"], asked.training.max_steps
+    if wanted not in (-1, steps) and "constant" not in asked.training.lr_scheduler_type:
+        raise ValueError(
+            f"--resume: the run has {steps} steps, and --steps is {wanted} now; another number is possible only with "
+            "--lr-scheduler-type constant"
+        )
 
 
 def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:

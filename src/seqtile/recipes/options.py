@@ -1,10 +1,13 @@
 """The options of `seqtile finetune`: TRL's by their own names, and a few of seqtile's. Slow to import."""
 
-from dataclasses import dataclass, replace
+import json
+from argparse import Action
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from transformers.hf_argparser import HfArg
+from transformers.hf_argparser import HfArg, string_to_bool
+from transformers.trainer_utils import SaveStrategy
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 from yaml import YAMLError
 
@@ -14,21 +17,12 @@ from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, number_or_name, source
 from seqtile.recipes.data import device_of
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
-SAME = (
-    *("model_name_or_path", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
-    *(
-        "load_in_4bit",
-        "load_in_8bit",
-        "data",
-        "sequence_parallel",
-        "max_length",
-        "packing",
-        "per_device_train_batch_size",
-    ),
-    *("gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "weight_decay", "optim", "bf16", "fp16"),
-    *("assistant_only_loss", "seed"),
+FREE = (
+    *("output_dir", "max_steps", "resume", "compare", "merge", "margin", "fit", "layer", "head_groups", "offload"),
+    *("run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
+    *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "train_sampling", "do_", "local_rank"),
 )
-"""What a run that goes on where another was ended must have in common with it."""
+"""How options begin in which a run that goes on where another was ended may differ from it."""
 
 
 @dataclass
@@ -46,7 +40,6 @@ class OwnOptions:
     untiled: bool = False
     resume: bool = False
     merge: bool = False
-    save_every: int | None = None
 
     @property
     def groups(self) -> int | str | None:
@@ -56,7 +49,8 @@ class OwnOptions:
     def check(self, training: "TrainingOptions", model: "ModelOptions") -> None:
         """Raises ValueError for options that cannot work."""
         alone, length, shared_by = training.world_size == 1, training.max_length, self.sequence_parallel
-        rate, every, steps = training.learning_rate, self.save_every, training.max_steps
+        rate, steps, batch = training.learning_rate, training.max_steps, training.per_device_train_batch_size
+        epochs, batches = training.num_train_epochs, training.gradient_accumulation_steps
         divides = alone or (shared_by >= 1 and training.world_size % shared_by == 0)
         for name, right, expected, got in (
             ("seq-len", length is not None and length >= 2, TWO_TOKENS, length),
@@ -65,11 +59,13 @@ class OwnOptions:
             ("learning-rate", 0 < rate <= 1, "more than 0 and at most 1, AdamW's step of a weight", rate),
             ("head-groups", self.groups == "auto" or not isinstance(self.groups, str), "a number or auto", self.groups),
             ("margin", 0 <= self.margin < 1, "a share, at least 0 and less than 1", self.margin),
-            ("save-every", every is None or every >= 1, "at least 1, or none", every),
+            ("num-train-epochs", 0 < epochs < 2**31, "more than 0", epochs),
+            ("per-device-train-batch-size", batch >= 1, "at least 1", batch),
+            ("gradient-accumulation-steps", batches >= 1, "at least 1", batches),
             ("sequence-parallel", divides, f"a divisor of the {training.world_size} processes", shared_by),
         ):
             expect(f"--{name}", right, expected, got)
-        in_bits = model.load_in_4bit or model.load_in_8bit
+        in_bits = "--load-in-4bit" if model.load_in_4bit else "--load-in-8bit" if model.load_in_8bit else ""
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         chosen, on_cpu = self.fit and (self.layer or self.offload), self.offload and training.use_cpu
         for wrong, message in (
@@ -79,8 +75,8 @@ class OwnOptions:
             (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
             (self.compare and self.resume, "--compare does two whole runs, and --resume continues one: leave one out"),
             (self.merge and not model.use_peft, "--merge merges an adapter, but there is none; pass --use-peft too"),
-            (in_bits and not model.use_peft, "--load-in-4bit: what has few bits is not trained; pass --use-peft too"),
-            (in_bits and not find_spec("bitsandbytes"), "--load-in-4bit needs bitsandbytes: pip install bitsandbytes"),
+            (in_bits and not model.use_peft, f"{in_bits}: what has few bits is not trained; pass --use-peft too"),
+            (in_bits and not find_spec("bitsandbytes"), f"{in_bits} needs bitsandbytes: pip install bitsandbytes"),
             (on_cpu, "--offload moves what checkpointing keeps off a GPU, but the device is the CPU; leave it out"),
         ):
             if wrong:
@@ -112,6 +108,8 @@ class TrainingOptions(SFTConfig):
     warmup_steps: float = 0.03
     logging_steps: float = 1
     logging_nan_inf_filter: bool = False
+    save_strategy: str = "no"
+    save_steps: float = HfArg(default=0, aliases=["--save_every", "--save-every"])
     save_total_limit: int | None = 1
     hub_strategy: str = "end"
     report_to: str = "none"
@@ -121,6 +119,9 @@ class TrainingOptions(SFTConfig):
         self.use_cpu |= device_of(self.run_on) == "cpu"
         self.ddp_backend = self.ddp_backend or ("gloo" if self.use_cpu and self.local_rank >= 0 else None)
         self.bf16 = not (self.use_cpu or self.fp16) if self.bf16 is None else self.bf16
+        expect("--save-every", self.save_steps >= 0, "at least 1, or none", self.save_steps)
+        self.save_strategy = "steps" if self.save_steps and self.save_strategy == "no" else self.save_strategy
+        self.save_steps = self.save_steps or 500  # which is not read then
         self.disable_tqdm = True
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # several GPUs of one process would get a copy of the model each
@@ -136,10 +137,11 @@ class Asked:
     script: ScriptArguments
     mixture: DatasetMixtureConfig
 
-    def same(self) -> dict[str, Any]:
-        """Returns `SAME`, and the number of ranks, as JSON has them."""
-        parts = vars(self.model) | vars(self.training) | vars(self.own)
-        return {name: parts[name] for name in SAME} | {"world_size": self.training.world_size}
+    def same(self, rows: int | None) -> dict[str, Any]:
+        """Returns what a run that goes on where another was ended has in common with it, as JSON has it."""
+        parts = asdict(self.model) | self.training.to_dict() | asdict(self.script) | asdict(self.own)
+        parts |= {"rows": rows, "world_size": self.training.world_size}
+        return {name: value for name, value in parts.items() if not name.startswith(FREE)}
 
 
 class Parser(TrlParser):
@@ -155,11 +157,27 @@ class Parser(TrlParser):
 
     def set_defaults_with_config(self, **options: Any) -> list[str]:
         data = options.pop("data", [])  # which --data replaces, and would be added to
-        self.data = data if isinstance(data, list) else [data]
-        actions = ((self._option_string_actions.get(f"--{name}"), name, value) for name, value in options.items())
-        return super().set_defaults_with_config(
-            **{action.dest if action else name: value for action, name, value in actions}
-        )
+        self.data = list(map(str, data)) if isinstance(data, list) else [str(data)]
+        known = {name: action for name, action in self._option_string_actions.items() if action.dest != "help"}
+        found = {}
+        for name, value in options.items():
+            action = known.get(f"--{name}")
+            found[action.dest if action else str(name)] = value if action is None else self._as_given(action, value)
+        return super().set_defaults_with_config(**found)
+
+    def _as_given(self, action: Action, value: Any) -> Any:
+        """Returns a value of YAML as the command line gives it. Raises ValueError for one of another kind."""
+        listed = action.nargs in ("+", "*")
+        if value is None or (isinstance(value, list) and listed):
+            return value
+        if isinstance(value, list) or (
+            isinstance(value, dict) and action.dest not in TrainingOptions._VALID_DICT_FIELDS
+        ):
+            self.error(f"--config: expected one value for {action.dest}, got {value!r:.60}")
+        if isinstance(value, dict):
+            return json.dumps(value)
+        value = "no" if value is False and action.type is not string_to_bool else str(value)
+        return [value] if listed else value
 
 
 def parsed(arguments: list[str]) -> Asked:
@@ -169,7 +187,7 @@ def parsed(arguments: list[str]) -> Asked:
     parts = [part for one in arguments for part in (one.split("=", 1) if one.startswith(named) else [one])]
     try:
         *found, unknown = parser.parse_args_and_config(parts, return_remaining_strings=True)
-    except (YAMLError, IndexError, OSError) as error:
+    except (YAMLError, IndexError, OSError, UnicodeError) as error:
         raise ValueError(f"--config: expected a file of options in YAML ({' '.join(str(error).split())})") from error
     if unknown:
         parser.error(f"there is no option {unknown[0]}")
@@ -180,9 +198,8 @@ def parsed(arguments: list[str]) -> Asked:
         training.max_steps = 4  # of the default data, a demonstration
     if own.untiled:
         off = dict.fromkeys(("layer", "offload", "fit", "merge", "compare"), False)
-        off |= {"head_groups": None, "save_every": None}
-        asked.own, training.push_to_hub = replace(own, **off), False
-        own = asked.own
+        asked.own = own = replace(own, head_groups=None, **off)
+        training.push_to_hub, training.save_strategy = False, SaveStrategy.NO
         training.push_to_hub = False
     if training.learning_rate is None:
         training.learning_rate = LORA_RATE if model.use_peft else FULL_RATE
@@ -190,6 +207,4 @@ def parsed(arguments: list[str]) -> Asked:
         model.dtype = "bfloat16" if model.use_peft and training.bf16 else "float32"
     own.check(training, model)
     source(model.model_name_or_path)
-    training.save_strategy = "no" if own.save_every is None else "steps"
-    training.save_steps = own.save_every or training.save_steps
     return asked

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 from transformers.utils import logging
-from trl import SFTTrainer
 
 import seqtile
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from seqtile.recipes.options import Asked
+    from seqtile.recipes.tuner import Tuner
 
 logger = logging.get_logger(__name__)
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
@@ -31,7 +31,8 @@ SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
     """Yields where to write a file or a directory, which then takes the place of `path`, or of what it links to, unless
-    an exception is raised. Files of a directory that is replaced stay, where the new one lacks them, but for weights.
+    an exception is raised. Other files than weights and JSON of a directory that is replaced stay, where the new one
+    lacks them.
     """
     path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
     new, old = (path.with_name(f"{path.name}.{what}") for what in ("incomplete", "replaced"))
@@ -43,7 +44,7 @@ def written_beside(path: Path) -> Iterator[Path]:
             path.rename(old)
         new.replace(path)
         for entry in old.iterdir() if old.is_dir() else ():
-            if ".safetensors" not in entry.name and not (path / entry.name).exists():
+            if not {".safetensors", ".json", ".bin"} & set(entry.suffixes) and not (path / entry.name).exists():
                 shutil.move(entry, path)
         remove(old)
     finally:
@@ -52,17 +53,18 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink()
 
 
-def report_of(asked: "Asked", trainer: SFTTrainer, untiled: dict[str, Any] | None) -> dict[str, Any]:
+def report_of(asked: "Asked", trainer: "Tuner", untiled: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the contents of report.json, with a value of each list for each loss that was logged."""
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     measured = ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib")
     run = {"status": str(seqtile.status(trainer.accelerator.unwrap_model(trainer.model)))}
     run |= {name: [entry[name] for entry in logged] for name in measured}
     return {
-        "options": asked.same(),
+        "options": trainer.same,
         "device": asked.training.device.type,
         "runs": {"seqtile": run} if untiled is None else {"untiled": untiled, "seqtile": run},
     }
@@ -76,9 +78,7 @@ def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figur
     if find_spec("matplotlib") is None:
         logger.warning(f"{path.name}.png is left out: it needs matplotlib (pip install matplotlib)")
         return
-    from matplotlib import rc_context  # not in the process that trains, whose memory is measured
-
-    with written_beside(path.with_suffix(".png")) as new, rc_context({"text.parse_math": False}):  # $ may be in a name
+    with written_beside(path.with_suffix(".png")) as new:
         draw().savefig(new, dpi=150, format="png")
 
 
@@ -136,7 +136,7 @@ def picture(report: dict[str, Any]) -> "Figure":
     memory.bar_label(bars, fmt="{:,.0f}")
     memory.margins(y=0.12)
     memory.set(title="peak memory", ylabel="MiB", xlim=(-1, len(runs)))
-    figure.suptitle(title_of(report), fontsize="medium", wrap=True)
+    figure.suptitle(title_of(report).replace("$", r"\$"), fontsize="medium", wrap=True)
     return figure
 
 

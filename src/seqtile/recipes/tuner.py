@@ -3,10 +3,11 @@ lost to a signal, a full disk or a loss that is not finite."""
 
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ import seqtile
 from seqtile import sp
 from seqtile.fitting import of_every_rank
 from seqtile.recipes import in_brief
-from seqtile.recipes.memory import peak_mib
+from seqtile.recipes.memory import MIB, peak_mib
 from seqtile.recipes.output import remove
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
@@ -47,7 +48,8 @@ class Tuner(SFTTrainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.watch.tokens += inputs["input_ids"].numel()
+        mask = inputs.get("attention_mask")
+        self.watch.tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -69,31 +71,55 @@ class Tuner(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         check_finite(self.model)
-        output, name, failed = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}", None
+        output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
         if (output / name).exists():
             return
-        aside, main = output / f".incomplete-{name}", self.is_world_process_zero()
+        aside, main, failed = output / f".incomplete-{name}", self.is_world_process_zero(), None
         try:
             self.beside = str(aside)
             if main:
                 remove(aside)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
+            if self.state.best_model_checkpoint:
+                self.state.best_model_checkpoint = self.state.best_model_checkpoint.replace(str(aside), str(output))
             if main:
+                self.state.save_to_json(str(aside / name / "trainer_state.json"))
                 (aside / name / OPTIONS).write_text(json.dumps(self.same), encoding="utf-8")
-                (aside / name).replace(output / name)
         except Exception as error:  # safetensors, torch and the system have one each for a full disk
-            failed = error
+            failed = cause(error, output)  # a text, since the error's frames hold files open
         finally:
             self.beside = None
         if of_every_rank(float(failed is not None)).any():
-            why = "on another rank" if failed is None else in_brief(failed)
-            self.watch.say(f"note: no checkpoint after step {self.state.global_step} of {self.state.max_steps} ({why})")
+            failed = failed or "on another rank"
         elif main:
-            rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit)
+            try:
+                (aside / name).replace(output / name)
+                best = {"best_model_checkpoint": self.state.best_model_checkpoint}
+                rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit, **best)
+            except OSError as error:
+                failed = in_brief(error)
+        if failed is not None:
+            step = f"step {self.state.global_step} of {self.state.max_steps}"
+            self.watch.say(f"note: no checkpoint after {step} ({failed})")
         if main:
             remove(aside)
         self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps the dtypes of weights: PEFT loads adapters in float32."""
+        before = {name: weight.dtype for name, weight in self.model.named_parameters()}
+        super()._load_from_checkpoint(*args, **kwargs)
+        for name, weight in self.model.named_parameters():
+            weight.data = weight.data.to(before[name])
+
+
+def cause(error: Exception, directory: Path) -> str:
+    """Returns in brief why nothing could be written."""
+    with suppress(OSError):
+        if shutil.disk_usage(directory).free < MIB:
+            return "disk full"
+    return in_brief(error)
 
 
 class OverRanks(sp.SequenceParallelTrainerMixin, Tuner):
@@ -126,6 +152,8 @@ class Watch(TrainerCallback):
 
     got: int | None = None
     """The signal that ended the run."""
+    bar: tqdm | None = None
+    """Of the steps, once training has begun."""
     told = False
     """Whether it has said what is tiled, which the first step shows."""
 
@@ -139,13 +167,14 @@ class Watch(TrainerCallback):
             self.console.print(text)
 
     def note(self, number: int, frame: Any) -> None:
-        """Handles a signal: the step at hand ends before the run does. A second Ctrl-C raises KeyboardInterrupt, but
-        not on ranks, to which torchrun passes on what their terminal has told them already."""
-        if self.got == number == signal.SIGINT and not dist.is_initialized():
-            raise KeyboardInterrupt
-        if self.got is None and not dist.is_initialized():
+        """Handles a signal: the step at hand ends before the run does. Before training, and at a second Ctrl-C, raises
+        KeyboardInterrupt, but not on ranks, to which torchrun passes on what their terminal has told them already."""
+        again, alone = self.got == number == signal.SIGINT, not dist.is_initialized()
+        if self.got is None and alone and self.bar is not None:
             self.say("interrupted: after this step the model is saved; Ctrl-C again ends it at once")
         self.got = number
+        if alone and (again or self.bar is None):
+            raise KeyboardInterrupt
 
     def measured(self, device: str) -> dict[str, float]:
         """Returns the seconds of a step since the last loss, the tokens per second of all ranks, and the largest peak
@@ -177,8 +206,9 @@ class Watch(TrainerCallback):
         if of_every_rank(float(self.got is not None)).any():
             control.should_save = control.should_training_stop = True
             self.got = self.got or signal.SIGTERM
-        elif state.global_step == state.max_steps and args.save_strategy != "no":
-            control.should_save = True
+        last = state.global_step == state.max_steps
+        control.should_save |= last and args.save_strategy != "no"
+        control.should_log |= last or control.should_save  # a checkpoint keeps no sum of losses
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "eval_loss" in logs:

@@ -94,9 +94,9 @@ MUTANTS = (
     ),
     Shared(
         "prefixes: hidden states of all tokens are copied for a loss",
-        "_only_labelled",
-        "hidden.owners.rows is None or",
-        "True or",
+        "_of_counted",
+        "counted is None or hidden.owners.rows is None",
+        "True",
         select="labelled",
     ),
 )

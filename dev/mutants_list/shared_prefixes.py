@@ -95,7 +95,7 @@ MUTANTS = (
     Shared(
         "prefixes: hidden states of all tokens are copied for a loss",
         "_of_counted",
-        "counted is None or hidden.owners.rows is None",
+        "counted is None or not hidden.owners.is_shared",
         "True",
         select="labelled",
     ),

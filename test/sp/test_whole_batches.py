@@ -138,7 +138,8 @@ def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
 
 
 SINGLE = (images.seldom_read, images.not_dealt, whole.refused)
-SINGLE += (whole.head_of_its_own, prefixes.other_batches, trl_over_ranks.unseen)
+SINGLE += (whole.head_of_its_own, prefixes.other_batches, prefixes.shown_unequally)
+SINGLE += (trl_over_ranks.unseen,)
 
 
 @OF_TWO

@@ -48,7 +48,7 @@ class Images:
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             ranks[i] = min(range(sp_group.size), key=loads.__getitem__)
             loads[ranks[i]] += sizes[i]
-        self.of_images = Owners(torch.tensor(ranks, dtype=torch.int16), sp_group)
+        self.of_images = Owners.of_ranks(torch.tensor(ranks), sp_group)
         self.own_sizes = [size for size, rank in zip(sizes, ranks, strict=True) if rank == sp_group.rank]
 
     @classmethod
@@ -67,7 +67,8 @@ class Images:
 
     def owners(self, share: Fraction) -> Owners:
         """Returns the owners of features that have `share` rows per row of an image."""
-        return Owners(self.of_images.ranks.repeat_interleave(torch.tensor(self.counts(share))), self.sp_group)
+        ranks = self.of_images.ranks.repeat_interleave(torch.tensor(self.counts(share)))
+        return Owners.of_ranks(ranks, self.sp_group)
 
     def counts(self, share: Fraction) -> list[int]:
         return [int(share * size) for size in self.sizes]

@@ -24,7 +24,7 @@ def _of_counted(loss: Callable[..., Any], counted: Tensor | None, hidden: Any, a
     """Returns loss(hidden, along), where `along` holds values of the same tokens. If tokens share hidden states, the
     loss gets only the counted ones: it copies shared rows, and does not need those of a prompt. Values of other tokens
     are then zeros."""
-    if counted is None or hidden.owners.rows is None:
+    if counted is None or not hidden.owners.is_shared:
         return loss(hidden, along)
     found = loss(hidden[counted], tree_map_only(Tensor, lambda each: each[counted], along))
 
@@ -102,7 +102,7 @@ def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor
 def _masked(of_rows: Callable[..., Any], hidden: Any, along: dict[str, Tensor], **options: Any) -> Any:
     """Returns a loss of heads over tokens, without those that a mask excludes."""
     owners, mask = hidden.owners.by_token(), options.pop("mask", None)
-    if mask is not None and hidden.owners.rows is not None:
+    if mask is not None and hidden.owners.is_shared:
         return _of_counted(partial(_masked, of_rows, **options), mask, hidden, along)
     if mask is None:
         mask = torch.ones(owners.shape, dtype=torch.bool, device=hidden.device)

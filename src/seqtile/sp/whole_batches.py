@@ -230,8 +230,8 @@ class WholeBatches(ShardingHooks):
         if self.tree is not None:
             given, (rows, length) = self.tree.flat(given), (1, len(self.tree.taken))
         local = -(-length // self.sp_group.size)
-        ranks = (torch.arange(length) // local).to(torch.int16)  # each holds `local` consecutive tokens of a row
-        self.owners = Owners(ranks.expand(rows, -1), self.sp_group)
+        ranks = torch.arange(length) // local  # each holds `local` consecutive tokens of a row
+        self.owners = Owners.of_ranks(ranks.expand(rows, -1), self.sp_group)
         for name, value in given.items():
             if name != "input_ids" and (found := self._features(value, given)) is not None:
                 given[name] = found
@@ -242,8 +242,7 @@ class WholeBatches(ShardingHooks):
                     f"{length} tokens; leave the model whole: sp.restore(model)"
                 )
         if self.tree is not None:
-            places = self.tree.places
-            self.owners = Owners((places // local).to(torch.int16), self.sp_group, places % local)
+            self.owners = Owners(self.tree.places, local, self.sp_group)
         return parts_of(given, [self.sp_group.rank], self.sp_group.size, self.batch_hash)[0]
 
     def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
@@ -256,9 +255,8 @@ class WholeBatches(ShardingHooks):
         masks = [mask for mask in others if mask.dtype == torch.bool and mask.shape == self.owners.shape]
         if len(masks) != 1:
             return None
-        ranks = self.owners.ranks.to(masks[0].device)[masks[0]]  # of the masked tokens; waits for the device
-        mine = (ranks == self.sp_group.rank).nonzero().squeeze(1)
-        return [each[mine.to(each.device)] for each in value] if {*map(len, value)} == {len(ranks)} else None
+        masked, _ = self.owners.viewed(lambda tokens: tokens[masks[0]], masks[0].device)  # waits for the device
+        return [masked.own(each) for each in value] if {*map(len, value)} == {*masked.shape} else None
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from distributed.cases import pool_of
+from seqtile.sp.images import _LISTED
 from sp import images, mixed_precision, prefixes, recurrences, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
@@ -108,6 +109,11 @@ def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool)
 def test_images_are_dealt(pool: Pool, model_type: str) -> None:
     """Each rank encodes some of a batch's images."""
     pool.run(images.dealt, model_type)
+
+
+def test_types_whose_images_are_dealt() -> None:
+    """No type is listed whose images these tests do not deal."""
+    assert set(_LISTED) == images.DEALT <= images.MODELS.keys()
 
 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)

@@ -155,16 +155,14 @@ def _is_list(value: Any, count: int) -> bool:
 
 
 def _share(leaf: Any, sizes: list[int]) -> Fraction | None:
-    """Returns a leaf's rows per row of an image (0 for None), or None if that differs between images."""
-    if leaf is None:
-        return Fraction(0)
-    if not isinstance(leaf, Tensor) and not _is_list(leaf, len(sizes)):
+    """Returns a leaf's rows per row of an image; None if that differs between images, or if the leaf has no rows."""
+    counts = [len(each) for each in leaf] if _is_list(leaf, len(sizes)) else None
+    if counts is None and not isinstance(leaf, Tensor):
         return None
-    counts = [len(each) for each in leaf] if not isinstance(leaf, Tensor) else None
-    share = Fraction(sum(counts) if counts else len(leaf), sum(sizes))
+    share = Fraction(sum(counts or [len(leaf)]), sum(sizes))
     of_images = [share * size for size in sizes]
-    is_whole = share and all(each.denominator == 1 for each in of_images)
-    return share if is_whole and counts in (None, of_images) else None
+    is_even = share and all(each.denominator == 1 for each in of_images) and counts in (None, of_images)
+    return share if is_even else None
 
 
 def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
@@ -181,14 +179,14 @@ def _of_all(output: Any, images: Images) -> Any:
     together: dict[tuple, list[tuple[list, int]]] = {}
     for name, (leaves, _) in flat.items():
         for i, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
             if (share := _share(leaf, images.own_sizes)) is None:
                 raise ValueError(
                     f"{name} of {len(images.own_sizes)} images is no tensor with equally many rows for each of their "
                     f"{sum(images.own_sizes)}, as expected of this model type; leave this model whole: "
                     "sp.restore(model)"
                 )
-            if not share:
-                continue
             if name in _SELDOM_READ and isinstance(leaf, Tensor):
                 leaves[i] = shared(leaf, images.owners(share))
             else:

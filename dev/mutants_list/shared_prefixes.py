@@ -66,14 +66,14 @@ MUTANTS = (
     ),
     Shared(
         "prefixes: a recurrence begins a completion with nothing",
-        "by_tree",
+        "_one_by_one",
         "out, after = compute(operands, states,",
         "out, after = compute(operands, (),",
         select="families",
     ),
     Shared(
         "prefixes: a convolution begins a completion with nothing",
-        "by_tree",
+        "_one_by_one",
         "tail, states = ([], []) if parent is None else ends[parent]",
         "tail, states = [], [] if parent is None else ends[parent][1]",
         select="families",

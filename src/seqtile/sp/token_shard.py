@@ -59,13 +59,16 @@ class TokenShard(Tensor):
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
         """Returns function(rows, ...) as values of the same tokens. The function must treat each row by itself; it also
         gets this rank's rows of each tensor [..., *] in `along`."""
-        if not along and not self._shows_few():
-            return shared(function(self._held()), self.owners)
-        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners.by_token())
+        own, owners = self._operands(bool(along))
+        return shared(function(*map(own, (self, *along))), owners)
 
-    def _shows_few(self) -> bool:
-        """Returns whether there are fewer tokens than rows, as in a view of some tokens that share rows."""
-        return self.owners.is_shared and self.owners.shape.numel() < self.owners.most * self.owners.sp_group.size
+    def _operands(self, along: bool) -> tuple[Callable[[Tensor], Tensor], Owners]:
+        """Returns what gives this rank's rows of a function's operands, and the owners of the result. Rows that tokens
+        share are computed once, unless an operand has other values for each token (`along`) or few of them are
+        shown."""
+        owners = self.owners
+        shows_few = owners.is_shared and owners.shape.numel() < owners.most * owners.sp_group.size
+        return (self.own, owners.by_token()) if along or shows_few else (TokenShard._held, owners)
 
     def own(self, values: Tensor) -> Tensor:
         """Returns the rows of this rank's tokens, from values [..., *] of the same tokens."""
@@ -225,9 +228,7 @@ def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tenso
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
     mapped = args[:1] if function in _WITH_WEIGHTS else args
     along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
-    own, owners = like.own, like.owners.by_token()
-    if like.owners.is_shared and not along and not like._shows_few():  # compute shared rows once
-        own, owners = TokenShard._held, like.owners
+    own, owners = like._operands(along)
     of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
     rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]
     if name == "dropout" and not owners.is_shared:  # so that every rank draws equally many random numbers

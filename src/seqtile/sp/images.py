@@ -172,12 +172,11 @@ def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
 def _of_all(output: Any, images: Images) -> Any:
     """Returns the output for this rank's images with the features of all images. One all-gather, and one all-reduce in
     the backward."""
-    flat = {
-        name: tree_flatten(value, is_leaf=partial(_is_list, count=0 if name in _SELDOM_READ else len(images.own_sizes)))
-        for name, value in output.items()
-    }
+    flat: dict[str, tuple[list, Any]] = {}
     together: dict[tuple, list[tuple[list, int]]] = {}
-    for name, (leaves, _) in flat.items():
+    for name, value in output.items():
+        count = 0 if name in _SELDOM_READ else len(images.own_sizes)
+        leaves, _ = flat[name] = tree_flatten(value, is_leaf=partial(_is_list, count=count))
         for i, leaf in enumerate(leaves):
             if leaf is None:
                 continue
@@ -187,7 +186,7 @@ def _of_all(output: Any, images: Images) -> Any:
                     f"{sum(images.own_sizes)}, as expected of this model type; leave this model whole: "
                     "sp.restore(model)"
                 )
-            if name in _SELDOM_READ and isinstance(leaf, Tensor):
+            if name in _SELDOM_READ:
                 leaves[i] = shared(leaf, images.owners(share))
             else:
                 together.setdefault((share, _rows(leaf).dtype), []).append((leaves, i))

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -96,3 +97,16 @@ def on_rank_without_room(directory: str) -> tuple[int, str]:
     with patch.object(Tuner, "save_model", no_room):
         job = ("--model", f"{directory}/start", "--output", f"{directory}/run", "--steps", "1", "--seq-len", "300")
         return on_rank(*job)
+
+
+def on_slow_rank(directory: str) -> tuple[int, str]:
+    """Runs a step; the last rank writes its random state late."""
+    save = Tuner._save_rng_state
+
+    def late(self, path: str) -> None:
+        time.sleep(rank())
+        save(self, path)
+
+    with patch.object(Tuner, "_save_rng_state", late):
+        job = ("--model", f"{directory}/start", "--output", f"{directory}/run", "--steps", "1", "--seq-len", "300")
+        return on_rank(*job, "--save-every", "1")

@@ -108,6 +108,22 @@ def test_chats_with_adapters(pretrained: Path, chats: Path, tmp_path: Path) -> N
     assert AutoTokenizer.from_pretrained(output / "model").chat_template == CHAT
 
 
+def test_an_output_that_held_another_model(pretrained: Path, document: Path, tmp_path: Path) -> None:
+    """Of an adapter nothing stays that would make the new model one; names are no patterns and no TeX; few losses."""
+    tables, named = tmp_path / "a[1].jsonl", tmp_path / r"$\frac{x$"
+    tables.write_text('{"text": "a text"}\n')
+    (tmp_path / "a1.jsonl").write_text('{"text": "another"}\n' * 3)
+    shutil.copytree(pretrained, named)
+    job = ("--model", named, "--steps", 1, "--output", tmp_path / "run")
+    code, said = on_rank(*job, "--data", tables, "--use-peft", "--logging-steps", 5)
+    assert code == 0 and "data: 1 row of text" in said and report_of(tmp_path / "run")["step"] == [1], said
+    (tmp_path / "run" / "model" / "notes.md").write_text("mine")
+    code, said = on_rank(*job, "--data", document, "--seq-len", 50)
+    assert code == 0 and (tmp_path / "run" / "report.png").exists(), said
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")).__name__ == "LlamaForCausalLM"
+    assert (tmp_path / "run" / "model" / "notes.md").read_text() == "mine"
+
+
 @pytest.mark.full("ways to read a table", but=("prompt",))
 @pytest.mark.parametrize("kind", ["prompt", "text", "csv", "json"])
 def test_tables(kind: str, pretrained: Path, tmp_path: Path) -> None:
@@ -199,7 +215,8 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     output, damaged, binary, odd = (tmp_path / name for name in ("run", "damaged", "binary.dat", "odd.jsonl"))
     common = ("--model", pretrained, "--output", output, "--seq-len", 50, "--steps", 1)
     binary.write_bytes(b"\xff\xfe")
-    fifo, rows = tmp_path / "pipe", tmp_path / "rows.jsonl"
+    fifo, rows, broken = tmp_path / "pipe", tmp_path / "rows.jsonl", tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"text": null}\n')
     os.mkfifo(fifo)
     rows.write_text('{"text": "a"}\n')
     odd.write_text('{"question": "a"}\n')
@@ -218,6 +235,11 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--head-groups", "auto"), "--head-groups is for whole layers"),
         (("--layer", "--head-groups", "²"), "--head-groups: expected a number or auto, got '²'"),
         (("--fit", "--layer"), "--fit chooses --layer, --head-groups and --offload"),
+        (("--num-train-epochs", 0), "--num-train-epochs: expected more than 0, got 0.0"),
+        (("--per-device-train-batch-size", -1), "--per-device-train-batch-size: expected at least 1, got -1"),
+        (("--gradient-accumulation-steps", 0), "--gradient-accumulation-steps: expected at least 1, got 0"),
+        (("--save-every", -1), "--save-every: expected at least 1, or none, got -1"),
+        (("--data", broken), "--data: TRL cannot take these rows ('NoneType' object has no attribute"),
         (("--merge",), "--merge merges an adapter, but there is none; pass --use-peft too"),
         (("--load-in-4bit",), "--load-in-4bit: what has few bits is not trained; pass --use-peft too"),
         (("--compare", "--resume"), "--compare does two whole runs"),
@@ -253,6 +275,12 @@ def test_help() -> None:
         assert str(actions[option].default) == said, option
 
 
+def yaml_of(directory: Path, text: str) -> Path:
+    file = directory / f"{len(list(directory.iterdir()))}.yaml"
+    file.write_text(text)
+    return file
+
+
 def test_a_file_of_options_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [b")
     (tmp_path / "unknown.yaml").write_text("modle: tiny")
@@ -260,6 +288,10 @@ def test_a_file_of_options_that_cannot_be_read(tmp_path: Path) -> None:
         (("--config", tmp_path / "bad.yaml"), "--config: expected a file of options in YAML"),
         ((f"--config={tmp_path / 'unknown.yaml'}",), "there is no option --modle"),
         (("--config",), "--config: expected a file of options in YAML"),
+        (("--config", yaml_of(tmp_path, "learning_rate: [1]")), "expected one value for learning_rate, got [1]"),
+        (("--config", yaml_of(tmp_path, "model: {}")), "expected one value for model_name_or_path, got {}"),
+        (("--config", yaml_of(tmp_path, "steps: 1.5")), "invalid int value: '1.5'"),
+        (("--config", yaml_of(tmp_path, "layer: true\nhead_groups: ²")), "--head-groups: expected a number or auto"),
         (("--config", tmp_path / "none.yaml"), "--config: expected a file of options in YAML ([Errno 2] No such file"),
     ):
         assert message in refused(*arguments)

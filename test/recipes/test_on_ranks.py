@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from recipes.cases import fitted_on_rank, on_rank, on_rank_without_room
+from recipes.cases import fitted_on_rank, on_rank, on_rank_without_room, on_slow_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.recipes.data import load_config
@@ -71,6 +71,17 @@ def test_bad_input(pool: Pool, tmp_path: Path) -> None:
         found = pool.run(on_rank, *job, *arguments, leaves_traces=True)
         printed = " ".join(" ".join(text for _, text in found).split())
         assert printed.count(message) == 1 and [code for code, _ in found] == [1, 1], found
+
+
+@pytest.mark.dist
+@OF_TWO
+def test_a_rank_that_is_slow(pool: Pool, tmp_path: Path) -> None:
+    """A checkpoint takes its place when all ranks have written to it."""
+    save_tiny(tmp_path / "start")
+    found = pool.run(on_slow_rank, str(tmp_path), leaves_traces=True)
+    assert [code for code, _ in found] == [0, 0], found
+    names = {file.name for file in (tmp_path / "run" / "checkpoint-1").iterdir()}
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= names
 
 
 @pytest.mark.dist

@@ -57,11 +57,13 @@ def killed_in(method: str) -> Callable[..., None]:
     return patch.object(Tuner, method, die)
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora with dropout"])
-def test_one_process(job: tuple, peft: bool, tmp_path: Path) -> None:
+@pytest.mark.full("10 s each", but=("full", "lora with dropout"))
+@pytest.mark.parametrize("kind", ["full", "lora with dropout", "4 bits"])
+def test_one_process(job: tuple, kind: str, tmp_path: Path) -> None:
     """Ended by Ctrl-C, killed in a step, killed in the middle of a checkpoint: the losses and weights of a run that was
     not."""
-    job = (*job, *(("--use-peft", "--lora-dropout", 0.2) if peft else ()))
+    adapters = {"full": (), "lora with dropout": ("--use-peft", "--lora-dropout", 0.2)}
+    job = (*job, *adapters.get(kind, ("--use-peft", "--load-in-4bit")))
     output, whole = tmp_path / "run", tmp_path / "whole"
     assert on_rank(*job, "--output", whole)[0] == 0
     with ended_in(1, press_ctrl_c):
@@ -76,7 +78,7 @@ def test_one_process(job: tuple, peft: bool, tmp_path: Path) -> None:
     assert checkpoints(output) == [".incomplete-checkpoint-4", "checkpoint-2"]
     code, said = on_rank(*job, "--output", output, "--resume")
     assert code == 0 and "goes on after step 2" in said and checkpoints(output) == [f"checkpoint-{STEPS}"]
-    if not peft:
+    if kind == "full":
         assert_same(output, whole)
     else:
         assert json.loads((output / "report.json").read_text())["runs"]["seqtile"]["loss"] == pytest.approx(
@@ -92,6 +94,8 @@ def test_another_job_is_refused(job: tuple, tmp_path: Path) -> None:
         (("--seed", 3), "--resume: seed was 42 and is 3 now; pass the same options"),
         (("--learning-rate", 1e-4), "learning_rate was 0.001 and is 0.0001 now"),
         (("--use-peft",), "use_peft was False and is True now"),
+        (("--num-train-epochs", 2), "num_train_epochs was 1.0 and is 2.0 now"),
+        (("--warmup-steps", 2), "warmup_steps was 0.03 and is 2.0 now"),
         (("--steps", 9), f"the run has {STEPS} steps, and --steps is 9 now; another number is possible only with"),
     ):
         code, said = on_rank(*job, "--output", output, "--resume", *more)
@@ -101,10 +105,42 @@ def test_another_job_is_refused(job: tuple, tmp_path: Path) -> None:
 
 
 def test_more_steps_at_a_constant_rate(job: tuple, tmp_path: Path) -> None:
-    output, constant = tmp_path / "run", ("--lr-scheduler-type", "constant")
+    """Come to what a run of so many would have; not if there are other rows."""
+    output, whole, constant = tmp_path / "run", tmp_path / "whole", ("--lr-scheduler-type", "constant")
     on_rank(*job, *constant, "--steps", 2, "--output", output)
     code, said = on_rank(*job, *constant, "--output", output, "--resume")
     assert code == 0 and f"step {STEPS}/{STEPS}" in said, said
+    on_rank(*job, *constant, "--output", whole)
+    assert_same(output, whole)
+    with (tmp_path / "book.txt").open("a") as book:
+        book.write(TEXT)
+    code, said = on_rank(*job, *constant, "--output", output, "--resume")
+    assert code == 1 and "--resume: rows was 32 and is 64 now" in said, said
+
+
+@pytest.mark.parametrize("method", ["save_model", "train"])
+def test_a_signal_after_the_last_step(method: str, job: tuple, tmp_path: Path) -> None:
+    """While the model is saved: it is saved. Before training: nothing is trained."""
+    original = getattr(Tuner, method)
+
+    def interrupted(self, *arguments: object, **options: object) -> object:
+        press_ctrl_c()
+        return original(self, *arguments, **options)
+
+    output = tmp_path / "run"
+    with patch.object(Tuner, method, interrupted):
+        code, said = on_rank(*job, "--save-every", 0, "--output", output)
+    assert code == 128 + signal.SIGINT, said
+    assert (output / "model").exists() == (output / "report.json").exists() == (method == "save_model")
+
+
+def test_the_best_model(job: tuple, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    best = ("--load-best-model-at-end", "--test-split-size", 0.2, "--eval-strategy", "steps", "--eval-steps", 2)
+    code, said = on_rank(*job, *best, "--steps", 4, "--output", output)
+    assert code == 0, said
+    state = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(output / f"checkpoint-{state['best_global_step']}")
 
 
 @pytest.mark.parametrize("how", ["full", "quota", "read-only"])

@@ -215,8 +215,8 @@ def check_same(asked: Asked, same: dict[str, Any], last: str | None) -> None:
     if last is None:
         return
     before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(same))
-    for name in before.keys() & now.keys():
-        if now[name] != before[name]:
+    for name in before:
+        if name in now and now[name] != before[name]:
             raise ValueError(f"--resume: {name} was {before[name]} and is {now[name]} now; pass the same options")
     steps, wanted = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"], asked.training.max_steps
     if wanted not in (-1, steps) and "constant" not in asked.training.lr_scheduler_type:

@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
 AXOLOTL := $(VENV)/axolotl
+TRL := $(VENV)/trl-oldest
 STAMP := $(VENV)/.up-to-date
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Many images set it. Without compiled files, each of the many processes of the tests compiles all that it imports.
@@ -18,14 +19,15 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv from dev/constraints.txt; nothing to do when it is up to date
 
-$(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-oldest.txt dev/axolotl.txt
+$(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-oldest.txt dev/axolotl.txt dev/trl-oldest.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c dev/constraints.txt torch
 	$(PIP) -c dev/constraints.txt -e '.[dev,docs,bench,demo,liger,deepspeed]'
 	$(PIP) --no-deps -r dev/no-deps.txt
-	rm -rf $(OLDEST) $(AXOLOTL)
+	rm -rf $(OLDEST) $(AXOLOTL) $(TRL)
 	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
 	$(PIP) --no-deps --target $(AXOLOTL) -r dev/axolotl.txt
+	$(PIP) --no-deps --target $(TRL) -r dev/trl-oldest.txt
 	touch $@
 
 demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, compare, and evaluate; LONG=1: on 8,192 tokens, 10 minutes on 2 cores
@@ -38,12 +40,14 @@ INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/t
 	test/models/test_liger_orders.py test/distributed/test_data_parallel.py
 # Axolotl's tests come first: one worker runs what they share, 20 s, while the other runs the rest.
 ON_OLDEST := test/integrations/test_axolotl.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
-	test/models/test_layer_holes.py test/sp/test_documents.py
+	test/models/test_layer_holes.py test/sp/test_documents.py test/recipes/test_resume.py \
+	test/recipes/test_save.py test/recipes/test_finetune.py::test_chats_with_adapters
+ON_OLDEST_TRL := $(addprefix test/recipes/test_,finetune.py on_ranks.py resume.py save.py)
 
-test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton's interpreter, on the oldest transformers
+test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton's interpreter, on the oldest transformers and TRL
 	$(PYTEST) -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(INTERPRETED)
-	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(PYTEST) -m "not gpu and not dist" -k "not compile" $(ON_OLDEST)
+	PYTHONPATH=$(TRL):$(AXOLOTL):$(OLDEST) $(PYTEST) -m "not gpu and not dist" -k "not compile" $(ON_OLDEST)
 
 test-dist: $(STAMP)  ## of them, those that start several processes
 	$(PYTEST) -m dist
@@ -53,6 +57,7 @@ test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and
 	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp
 	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(BIN)/python -m pytest -q test/integrations/test_axolotl.py
+	PYTHONPATH=$(TRL) $(PYTEST) --full -m "not gpu" $(ON_OLDEST_TRL)
 	$(BIN)/python -m benchmark.run --size small
 
 # With WHEELS=DIR: the python at hand (PYTHON=...), and of what it lacks the wheels in DIR, see dev/wheels.sh; no network.
@@ -113,5 +118,6 @@ endif
 bench-smoke: $(STAMP)  ## every benchmark, one case of tiny size each, without a GPU
 	$(BIN)/python -m benchmark.run --size smoke
 
-table: $(STAMP)  ## what the pages and README's picture show of plans and of benchmark/results; these in the terminal
+table: $(STAMP)  ## what the pages show of plans, of options and of benchmark/results, and README's picture; these in the terminal
 	$(BIN)/python -m benchmark.pages
+	$(BIN)/python -m dev.options

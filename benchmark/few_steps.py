@@ -29,7 +29,7 @@ from benchmark.shapes import SHAPES, K, Shape
 from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile, memory, status
-from seqtile.memory.features import apply_options
+from seqtile.memory import apply_options
 from seqtile.memory.setup import TILES, Setup
 from seqtile.models.first_step import outcome_of
 from seqtile.renamed import enable_checkpointing

@@ -34,8 +34,8 @@ from transformers.masking_utils import flash_attention_mask
 
 from seqtile import apply_seqtile, share_prefixes
 from seqtile.kernels import dispatch
+from seqtile.memory import apply_options, with_features
 from seqtile.memory.batch import Batch
-from seqtile.memory.features import apply_options, with_features
 from seqtile.memory.measure import PRODUCTS, tensors_of
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction

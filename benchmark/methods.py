@@ -22,7 +22,7 @@ from benchmark.shapes import SMALL, Shape, short_chunks
 from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile
-from seqtile.memory.features import FEATURES, apply_options
+from seqtile.memory import FEATURES, apply_options
 from seqtile.memory.setup import Setup
 from seqtile.renamed import enable_checkpointing
 

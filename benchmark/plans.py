@@ -44,13 +44,13 @@ PUBLISHED = {  # the longest of ALST, by GPUs
     LLAMA_70B: {16: "1.2M", 32: "4M", 64: "10M"},
     QWEN_32B: {1: "230K", 8: "1.55M", 32: "7M", 64: "15M"},
 }
-ABLATION = {  # of ALST, in the order of `memory.ladder`
-    "checkpointing, ZeRO-3, optimizer on the host": "32K",
-    "+ tiled loss": "160K",
-    "+ 8 GPUs share the sequence": "1.1M",
-    "+ tiled MLP": "1.2M",
-    "(without it) + inputs on the host": "2.4M",
-    "all of these": "3.7M",
+ABLATION = {  # of ALST: what it published, the GPUs that share a sequence, features of `seqtile.memory`
+    "checkpointing, ZeRO-3, optimizer on the host": ("32K", 1, "nothing"),
+    "+ tiled loss": ("160K", 1, "loss"),
+    "+ 8 GPUs share the sequence": ("1.1M", 8, "loss"),
+    "+ tiled MLP": ("1.2M", 8, "loss, MLP"),
+    "(without it) + inputs on the host": ("2.4M", 8, "loss", "host"),
+    "all of these": ("3.7M", 8, "loss, MLP", "host"),
 }
 GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
 
@@ -131,9 +131,10 @@ def lengths() -> str:
             light = memory.longest(model, **alst(gpus), liger=True)
             figures = [longest(model, **alst(gpus)), f"{light.tokens:,}", light.bound.partition(":")[0]]
             rows.append([short(model), str(gpus), length, *figures])
-    ladder = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
-    *found, _ = (f"{longest.tokens:,}" for rung, longest in ladder if not rung.liger)
-    steps = [[step, length, tokens] for (step, length), tokens in zip(ABLATION.items(), found, strict=True)]
+    steps = []
+    for step, (length, shared_by, *names) in ABLATION.items():
+        setup = memory.Setup(gpus=8, sequence_parallel=shared_by, offload=("optimizer",))
+        steps.append([step, length, longest(LLAMA, **vars(memory.with_features(setup, *names)))])
     step = memory.plan(LLAMA_70B, seq_len=1_200_000, tiles=memory.TILES[:2], **alst(16))
     peaks = " and ".join(f"{run.measured:.1f}" for run in published.RUNS if LLAMA_70B in run.options)
     bound = (

@@ -10,7 +10,7 @@ from benchmark.results import RESULTS, Row, load
 from benchmark.terminal import longest as longest_of
 
 from seqtile import memory
-from seqtile.memory.features import with_features
+from seqtile.memory import with_features
 from seqtile.memory.setup import GIB
 
 matplotlib.use("Agg")

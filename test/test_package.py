@@ -14,10 +14,12 @@ import pytest
 import tomllib
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import seqtile
 from recipes.tiny_pretrained import save_tiny
+from seqtile.recipes import TRL
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -66,9 +68,25 @@ def test_the_version_stands_in_one_place_and_begins_the_changelog() -> None:
 def test_what_an_extra_or_a_hook_names_is_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     named = {Requirement(line).name for lines in extras.values() for line in lines}
-    assert {"build", "ruff"} <= named and named - PINS.keys() == set()
+    assert {"build", "ruff"} <= named and named - PINS.keys() == {"seqtile"}
     [ruff] = read(".pre-commit-config.yaml")["repos"]
     assert ruff["rev"] == f"v{PINS['ruff']}"
+
+
+def test_the_range_of_trl() -> None:
+    """Its oldest release and its newest are tested, and the next minor one is not in it."""
+    [finetune] = [
+        Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["finetune"] if "trl" in line
+    ]
+    oldest = Requirement((ROOT / "dev" / "trl-oldest.txt").read_text().splitlines()[-1])
+    [first] = [Version(one.version) for one in oldest.specifier]
+    newest = Version(PINS["trl"])
+    bounds = {one.operator: Version(one.version) for one in finetune.specifier}
+    assert finetune.specifier == SpecifierSet(TRL) and oldest.name == "trl"
+    assert bounds[">="] == first and bounds["<"] == Version(f"{newest.major}.{newest.minor + 1}")
+    said = f"TRL {first.major}.{first.minor} to {newest.major}.{newest.minor}"
+    for page in ("trl", "compatibility"):
+        assert said in (ROOT / "docs" / f"{page}.md").read_text(), page
 
 
 def test_citation() -> None:
@@ -162,5 +180,5 @@ def test_wheel_installed_into_an_empty_environment(built: Built, tmp_path: Path)
     (away / "text.txt").write_text("The same sentence, again and again. " * 400)
     options = ("--seq-len", 2500, "--steps", 3, "--learning-rate", 0.01, "--output", "runs")
     ran(command, "finetune", "--model", "model", "--data", "text.txt", *options, cwd=away)
-    report = json.loads((away / "runs" / "report.json").read_text())["seqtile"]
+    report = json.loads((away / "runs" / "report.json").read_text())["runs"]["seqtile"]
     assert report["losses"][2] < report["losses"][0] and "2048 tokens a chunk, 2 of 2 fused" in report["status"]

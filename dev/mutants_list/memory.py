@@ -92,7 +92,7 @@ MUTANTS = (
         "plan: what sequences share is counted for each",
         "Batch.tokens",
         "return -(-(self.shared + self.own) // self.gpus)",
-        "return -(-self.given // self.gpus)",
+        "return -(-self.rows * self.seq_len // self.gpus)",
         PLAN,
         select="shared",
     ),

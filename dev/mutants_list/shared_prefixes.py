@@ -66,14 +66,14 @@ MUTANTS = (
     ),
     Shared(
         "prefixes: a recurrence begins a completion with nothing",
-        "by_tree",
+        "_one_by_one",
         "out, after = compute(operands, states,",
         "out, after = compute(operands, (),",
         select="families",
     ),
     Shared(
         "prefixes: a convolution begins a completion with nothing",
-        "by_tree",
+        "_one_by_one",
         "tail, states = ([], []) if parent is None else ends[parent]",
         "tail, states = [], [] if parent is None else ends[parent][1]",
         select="families",
@@ -94,9 +94,9 @@ MUTANTS = (
     ),
     Shared(
         "prefixes: hidden states of all tokens are copied for a loss",
-        "_only_labelled",
-        "hidden.owners.rows is None or",
-        "True or",
+        "_of_counted",
+        "counted is None or not hidden.owners.is_shared",
+        "True",
         select="labelled",
     ),
 )

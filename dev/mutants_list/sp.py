@@ -79,9 +79,9 @@ MUTANTS = (
     ),
     Mutant(
         "flash attention's form: keys of the documents before",
-        "_lengths",
-        "torch.arange(row * length + start, row * length + stop)",
-        "torch.arange(row * length, row * length + stop)",
+        "_packed_calls",
+        "(row * length + start, row * length + stop)",
+        "(row * length, row * length + stop)",
         DOCUMENTS,
     ),
     Mutant(

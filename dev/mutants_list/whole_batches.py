@@ -81,7 +81,7 @@ MUTANTS = (
     OverRanks(
         "whole: a rank adds features of all images",
         "WholeBatches._features",
-        "[each[mine.to(each.device)] for each in value] if",
+        "[masked.own(each) for each in value] if",
         "list(value) if",
         select="images and qwen3_vl",
     ),

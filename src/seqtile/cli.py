@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from rich.text import Text
 from seqtile import __version__
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
-from seqtile.recipes import CheckOptions, EvaluateOptions, Job
+from seqtile.recipes import CheckOptions, EvaluateOptions, check_trl
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -40,6 +40,7 @@ FOREIGN = {  # loggers of packages that transformers imports -> how lines begin 
     "DeepSpeed": "Setting accelerator to CPU",
     "torch.utils._pytree": "<enum '",
     "torchao": "Failed to load",
+    "transformers.utils.generic": "`past_key_values`/`cache_params` are deprecated",  # by TRL 1.14
 }
 for _name, _start in FOREIGN.items():  # here, so that a process that a command starts prints none either
     logging.getLogger(_name).addFilter(lambda record, start=_start: not record.getMessage().startswith(start))
@@ -100,7 +101,7 @@ def errors_printed(console: Console) -> Iterator[None]:
     """Ends the command with 1 for an error that has a sentence for the user, with 130 for Ctrl-C."""
     try:
         yield
-    except (ModuleNotFoundError, ValueError, OSError, MemoryError) as error:
+    except (ImportError, ValueError, OSError, MemoryError) as error:
         console.quiet &= not isinstance(error, OSError | MemoryError)  # which not all ranks raise alike
         console.print("error:", style="red", end=" ")
         console.print(str(error))
@@ -111,17 +112,58 @@ def errors_printed(console: Console) -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-@command
-def finetune(job: Job) -> None:
-    """Trains all parameters of a causal LM on long documents.
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def finetune(
+    context: typer.Context, local_rank: Annotated[int | None, typer.Option(envvar="LOCAL_RANK", hidden=True)] = None
+) -> None:
+    """Train a causal LM on long documents or chats: TRL's SFT, with seqtile in it.
 
-    On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
+    Usage: seqtile finetune [OPTIONS], or on several GPUs: torchrun --nproc-per-node 8 -m seqtile.cli finetune [OPTIONS]
+
+    Model and data
+      --model              a local path, a hub name, or smollm2-135m (default, from PyPI)
+      --data               text files, directories of them; JSON, JSONL, CSV or Parquet with messages, prompt and
+                           completion, or text; a data set of the hub (default: the source of Python's library)
+      --seq-len            tokens of a sequence at most (4096); text files become sequences of exactly so many
+      --config             a YAML file with any of these options
+    Training
+      --steps              steps in total (default: one pass over the data, or --num-train-epochs)
+      --learning-rate      the largest rate (1e-5; 2e-4 for adapters); it rises, then falls by --lr-scheduler-type
+      --gradient-accumulation-steps    batches of a step (1)
+      --packing            put short rows into one sequence; without FlashAttention its mask is length x length
+      --assistant-only-loss            of chats train the assistant's tokens only
+      --test-split-size    with --eval-strategy: the share of the rows to evaluate on
+      --seed               of drawn weights, dropout and the order of the data (42)
+      --compare            train the untiled model first, in a process of its own, and compare
+    Adapters
+      --use-peft           train LoRA's adapters (--lora-r 16, --lora-alpha 32) on all linear layers of a frozen base
+      --load-in-4bit       with --use-peft: the base in 4 bits (QLoRA)
+      --merge              also write the merged model, to OUTPUT/merged
+    Memory
+      --layer              tile whole layers, everything except attention: longer sequences fit
+      --head-groups        with --layer: attention by groups of kv heads: a number, or auto
+      --offload            keep the inputs of checkpointed layers in host memory, not on the GPU
+      --fit                choose the cheapest of these three with which a step fits
+      --margin             the share of memory that --fit keeps free (0.2)
+      --dtype              of the weights (float32, under bfloat16 autocast on a GPU; bfloat16 below adapters)
+      --sequence-parallel  under torchrun: GPUs that share a sequence (1)
+    Output
+      --output             directory of model, report and checkpoints (runs/finetune)
+      --save-every         a checkpoint every so many steps and at the end (default: if the run is ended early)
+      --resume             continue from the last checkpoint in --output, with the same options
+      --device             cpu or cuda (default: cuda if there is one)
+
+    All options of TRL's SFTConfig, ModelConfig and data sets are taken, as --use-peft or --use_peft: see --help-all
     """
-    console = of_output(quiet=job.local_rank not in (None, 0))
+    console, got = of_output(quiet=local_rank not in (None, 0)), None
+    if {"--help", "-h"} & set(context.args):
+        console.print(inspect.getdoc(finetune))
+        return
     with errors_printed(console):
-        job.check()
-        recipe("finetune")(job, console)
-    end_rank(job.local_rank)
+        got = recipe("finetune")(context.args, console)
+    if got is not None:
+        end_by(got)
+    end_rank(local_rank)
 
 
 @command
@@ -138,12 +180,21 @@ def evaluate(asked: EvaluateOptions) -> None:
     end_rank(asked.local_rank)
 
 
+def end_by(number: int) -> None:
+    """Ends this process as the signal would have, so that whoever sent it sees that."""
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def recipe(name: str) -> Callable[..., Any]:
-    """Returns the function of this name in the module of recipes of this name, which is slow to import."""
+    """Returns the function of a module of recipes that has its name; it is slow to import."""
     try:
+        if name == "finetune":
+            check_trl(version("trl"))
         return getattr(import_module(f"seqtile.recipes.{name}"), name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
+        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[finetune]'") from error
 
 
 def end_rank(local_rank: int | None) -> None:

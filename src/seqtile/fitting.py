@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from seqtile.limits import flash_limit
-from seqtile.memory import Formula, Plan, Setup, shape_of
-from seqtile.memory.features import FEATURES, Predictor, with_features
+from seqtile.memory import FEATURES, Formula, Plan, Predictor, Setup, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.models import apply_seqtile
@@ -94,11 +93,7 @@ def fit(
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     given = setup_of(setup)
-    try:
-        predictor: Predictor = formula_of(inner.config)
-    except NoFormula as error:
-        predictor = _simulation(inner, given, str(error))
-    found = choose(predictor, given, seq_len, batch_size)
+    found = choose(_predictor(inner, given), given, seq_len, batch_size)
     found = replace(found, lines=(*found.lines, *_notes(found.plan, inner.config._attn_implementation)))
     if not dry_run:
         apply_seqtile(inner, **found.options)
@@ -152,42 +147,43 @@ def formula_of(config: Any) -> Formula:
     return formula
 
 
-def _simulation(model: nn.Module, given: Setup, why: str) -> Predictor:
-    """Returns what simulates a model. ValueError, with why that is needed, for what cannot be."""
-    from seqtile.memory.simulate import Simulation  # which takes seconds to import
-
+def _predictor(model: nn.Module, given: Setup) -> Predictor:
+    """Returns the formula of a model's memory, or what simulates it. ValueError for what neither can predict."""
     try:
-        found = Simulation(class_of(model), model.config, given)
-    except ValueError as error:
-        raise ValueError(f"{why}; {error}") from error
-    found.notes = [f"{why}: simulated with its own code"]
-    return found
+        return formula_of(model.config)
+    except NoFormula as no_formula:
+        from seqtile.memory.simulate import Simulation  # which takes seconds to import
+
+        try:
+            found = Simulation(class_of(model), model.config, given)
+        except ValueError as error:
+            raise ValueError(f"{no_formula}; {error}") from error
+        found.notes = [f"{no_formula}: simulated with its own code"]
+        return found
 
 
 def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
     """Returns the first features, in the order of their cost, with which a step is predicted to fit; `host`: False to
     leave layer inputs where they are. ValueError, with the longest sequence that fits, if none do."""
-    chosen, step, most = replace(given, tiles=(), head_groups=None), None, 0
-    lines = [f"seqtile.fit, for {seq_len:,} tokens:"]
-    for name, feature in FEATURES.items():
-        if not feature.words:
-            continue
-        refusal = "not needed" if step is not None and step.bound is None else predictor.refusal(name, chosen)
-        if refusal is None and "offload" in feature.changes and not host:
-            refusal = "what is trained is in host memory"
+    lines, tried, step = [f"seqtile.fit, for {seq_len:,} tokens:"], [], None
+    offered = [name for name, feature in FEATURES.items() if feature.words]
+    for name, setup, refusal in predictor.turned_on(given, offered, host):
+        words, cost = FEATURES[name].words, FEATURES[name].cost
+        if step is not None and step.bound is None:
+            refusal = "not needed"
         if refusal is not None:
-            lines.append(f"  off  {feature.words}: {refusal}")
+            lines.append(f"  off  {words}: {refusal}")
             continue
-        chosen = with_features(chosen, name)
-        step = predictor.predict(chosen, seq_len, batch_size)
+        tried.append(setup)
+        step = predictor.predict(setup, seq_len, batch_size)
         verdict = "fits" if step.bound is None else f"more than {step.bound.partition(':')[0]}"
-        held = f"{step.gpu_bytes / GIB:.1f} of {chosen.gpu_memory_gib:.1f} GiB, {verdict}"
-        lines.append(f"  on   {feature.words} ({feature.cost}): {held}")
-        most = max(most, 0 if step.bound is None else predictor.longest(chosen, batch_size).tokens)
+        held = f"{step.gpu_bytes / GIB:.1f} of {setup.gpu_memory_gib:.1f} GiB, {verdict}"
+        lines.append(f"  on   {words} ({cost}): {held}")
     if step.bound is not None:
+        most = max(predictor.longest(setup, batch_size).tokens for setup in tried)
         remedies = "LoRA, an 8-bit optimizer, weights or optimizer on the host, or more GPUs, see seqtile plan"
         expected = f"expected at most {most:,} tokens" if most else "weights and optimizer alone are too large"
         said = f"seq_len: {expected}, got {seq_len:,}; to train longer sequences: {remedies}"
         raise ValueError("\n".join([said, *lines]))
     lines += [f"  note: {note}" for note in predictor.notes]
-    return Fit(chosen, step.gpu_bytes / GIB, tuple(lines), step if isinstance(step, Plan) else None)
+    return Fit(tried[-1], step.gpu_bytes / GIB, tuple(lines), step if isinstance(step, Plan) else None)

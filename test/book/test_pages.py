@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from book.page import HIDDEN, ROOT, Block, blocks_of, run_python
 from seqtile.cli import app, signature_of
-from seqtile.recipes import EvaluateOptions, Job
+from seqtile.recipes import EvaluateOptions
+from seqtile.recipes.options import Parser
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
@@ -95,10 +96,9 @@ def check_command(words: list[str]) -> None:
             targets = [target for target in targets if "=" not in target]
             assert set(targets) <= known, f"make has no {set(targets) - known}"
         case ["seqtile", "finetune", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "finetune", *options]:
-            if options != ["--help"]:
-                parsed_job(options)
+            parsed_job(options)
         case ["seqtile", "evaluate", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "evaluate", *options]:
-            parsed_job(options, EvaluateOptions)
+            parsed_evaluation(options)
         case ["seqtile", "check", model_type]:  # takes half a minute; test/recipes/test_check.py runs it
             assert model_type in CONFIG_MAPPING, f"no model type {model_type}"
         case ["seqtile", "probe", *options]:  # a minute; test/probe runs it. Unknown options are found before --help
@@ -115,6 +115,9 @@ def check_command(words: list[str]) -> None:
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"
         case ["python" | "python3", file, *_] | ["torchrun", _, _, file, *_] | [file, *_] if file.endswith(SCRIPTS):
             assert (ROOT / file).exists(), f"no {file}"
+        case ["accelerate", "launch", "--config_file", config, "-m", "seqtile.cli", "finetune", *options]:
+            assert (ROOT / config).exists(), f"no {config}"
+            parsed_job(options)
         case ["accelerate", "launch", "--config_file", config, file, *_]:
             assert (ROOT / config).exists() and (ROOT / file).exists(), f"no {config} or no {file}"
         case ["source" | "git" | "cd", *_]:
@@ -123,14 +126,22 @@ def check_command(words: list[str]) -> None:
             raise AssertionError(f"an unknown command: {shlex.join(words)}")
 
 
-def parsed_job(options: list[str], of_command: type = Job) -> None:
-    """Raises AssertionError unless a command, by default `seqtile finetune`, accepts these options."""
+def parsed_job(options: list[str]) -> None:
+    """Raises ValueError unless `seqtile finetune` knows these options."""
+    *_, unknown = Parser().parse_args_and_config(
+        [str(ROOT / word) if word.startswith("examples/") else word for word in options], return_remaining_strings=True
+    )
+    assert not unknown, unknown
+
+
+def parsed_evaluation(options: list[str]) -> None:
+    """Raises AssertionError unless `seqtile evaluate` accepts these options."""
     seen, command = [], typer.Typer()
 
     def parse(**values: object) -> None:
         seen.append(values)
 
-    parse.__signature__ = signature_of(of_command)
+    parse.__signature__ = signature_of(EvaluateOptions)
     command.command()(parse)
     result = CliRunner().invoke(command, options)
     assert result.exit_code == 0 and seen, result.output

@@ -94,7 +94,8 @@ def ran(place: Path, cases: dict[str, str], *launcher: str) -> dict[str, dict]:
     files = [place / f"{i}.yaml" for i in range(len(cases))]
     for file, text in zip(files, cases.values(), strict=True):
         file.write_text(text)
-    here = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
+    own = Path(find_spec("axolotl").origin).parents[1]  # which has the TRL that Axolotl pins
+    here = os.pathsep.join(str(Path(entry).resolve()) for entry in (own, *sys.path))
     environment = os.environ | {"PYTHONPATH": here, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"ACCELERATE_USE_CPU": "true"} if launcher else {}
     worker = Path(__file__).with_name("axolotl_worker.py")

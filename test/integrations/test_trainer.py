@@ -5,6 +5,7 @@ import copy
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def trainer(model: nn.Module, documents: Rows, output: Path, *callbacks: Any, **
 def tiled_parts(model: nn.Module) -> tuple[int, int]:
     status = seqtile.status(model)
     return status.loss.tiled, status.mlp.tiled
+
+
+def test_offloading_is_turned_on_after_the_trainers_own_checkpointing(documents: Rows, tmp_path: Path) -> None:
+    """As `offload.enable` needs, which replaces it."""
+    model = gentle("llama")
+    with patch("seqtile.integrations.trainer.enable_offload") as enable:
+        enable.side_effect = lambda model: seen.append(model.is_gradient_checkpointing)
+        seen: list[bool] = []
+        run(trainer(model, documents, tmp_path, SeqtileCallback(offload=True)))
+    enable.assert_called_once_with(model)
+    assert seen == [True]
 
 
 @pytest.mark.full("two seconds each", but=("llama-options0-callback", "llama-options1-before"))

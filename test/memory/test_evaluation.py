@@ -30,7 +30,7 @@ from memory.test_against_simulation import (
     sharing,
 )
 from seqtile import memory
-from seqtile.memory.features import FEATURES, with_features
+from seqtile.memory import FEATURES, with_features
 from support.choice import every_value
 from support.measure import eager_memory
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from seqtile import memory
 from seqtile.arch import ARCHS
+from seqtile.memory import Formula
 from seqtile.memory.batch import Batch
 from seqtile.memory.layer import chunk_tokens
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -123,17 +124,10 @@ def test_longest_is_the_longest(name: str, gpus: int, sequence_parallel: int, of
         assert not more.fits and longest.bound == more.bound and longest.bound in str(longest)
         assert longest == memory.longest(shape, **fields)
         lengths.append(longest.tokens)
-    whole = []
-    if shape.tiles_whole:
-        *lengths, layer = lengths
-        if sequence_parallel < shape.kv_heads:
-            *lengths, layer, groups = *lengths, layer
-            assert layer <= groups
-        whole = [layer]
-    first, loss, *shared, mlp, light, offloaded, both, liger = lengths
-    assert liger == memory.longest(name, **setup | {"offload": ("activations", *offload)}, liger=True).tokens
-    assert all(liger <= layer for layer in whole)
-    assert first <= loss <= min([*shared, mlp]) and max(mlp, offloaded) <= both <= liger and mlp <= light <= liger
+    assert lengths == sorted(lengths)
+    ends = (sequence_parallel < shape.kv_heads) if shape.tiles_whole else 1  # by groups of heads, or with Liger's norms
+    assert len(lengths) == 4 + shape.tiles_whole + (sequence_parallel > 1) + ends
+    assert lengths[-1] >= memory.longest(name, **setup | {"offload": ("activations", *offload)}, liger=True).tokens
 
 
 def test_what_a_plan_says() -> None:
@@ -215,12 +209,54 @@ def test_adapters() -> None:
 
 def test_the_published_ladder() -> None:
     """ALST's ablation (table 1: Llama-8B, 8 H100 of 80 GB): the same order, each within 40 % of the measured value."""
-    published = [32_000, 160_000, 1_100_000, 1_200_000, 2_400_000, 3_700_000]
-    rungs = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
-    planned = [longest.tokens for rung, longest in rungs if not rung.liger and "layer" not in rung.tiles]
+    planned = []
+    for published, shared_by, *names in (
+        (32_000, 1, "nothing"),
+        (160_000, 1, "loss"),
+        (1_100_000, 8, "loss"),
+        (1_200_000, 8, "loss, MLP"),
+        (2_400_000, 8, "loss", "host"),
+        (3_700_000, 8, "loss, MLP", "host"),
+    ):
+        setup = memory.Setup(gpus=8, sequence_parallel=shared_by, offload=("optimizer",))
+        planned.append(memory.longest(LLAMA, **asdict(memory.with_features(setup, *names))).tokens)
+        assert 1 / 1.4 < planned[-1] / published < 1.4, (planned, published)
     assert sorted(planned) == planned
-    for ours, theirs in zip(planned, published, strict=True):
-        assert 1 / 1.4 < ours / theirs < 1.4, (planned, published)
+
+
+def test_features_are_turned_on_in_the_order_of_fit() -> None:
+    """Each beside those before it; what a model or a setup cannot have is left out, with the reason."""
+    llama, gemma = (Formula(memory.shape_of(name)) for name in (LLAMA, "google/gemma-2-9b"))
+    given = memory.Setup(gpus=8, sequence_parallel=8, offload=("optimizer",))
+    steps = {name: (setup, refusal) for name, setup, refusal in llama.turned_on(given)}
+    assert list(steps) == list(memory.FEATURES)
+    assert [name for name, (_, refusal) in steps.items() if refusal] == ["groups", "Liger"]
+    assert steps["groups"][1] == "8 kv heads over 8 GPUs make no groups"
+    assert (
+        steps["host"][0]
+        == steps["groups"][0]
+        == replace(given, tiles=memory.TILES, offload=("activations", "optimizer"))
+    )
+    assert steps["loss, MLP, layer"][0] == replace(given, tiles=memory.TILES)
+    refused = {name: refusal for name, _, refusal in gemma.turned_on(given, host=False) if refusal}
+    assert refused == {
+        "loss, MLP, layer": "not planned for gemma2",
+        "host": "what is trained is in host memory",
+        "groups": "not planned for gemma2",
+    }
+    *_, (_, last, _) = gemma.turned_on(replace(given, tiles=memory.TILES, head_groups=2))
+    assert last.liger and last.tiles == ("loss", "mlp") and last.head_groups is None
+
+
+def test_a_sequence_is_shared_where_tiles_are_not_enough() -> None:
+    rungs = [rung for rung, _ in memory.ladder(LLAMA, gpus=8, sequence_parallel=4, head_groups=2)]
+    tiles = ((), ("loss",), ("loss", "mlp"), memory.TILES)
+    assert [(rung.sequence_parallel, rung.tiles) for rung in rungs] == [
+        *((1, tiled) for tiled in tiles),
+        *[(4, memory.TILES)] * 3,
+    ]
+    assert [rung.head_groups for rung in rungs] == [None] * 6 + [2]
+    assert [rung.offload for rung in rungs] == [()] * 5 + [("activations",)] * 2
 
 
 LAYER, TWO = {"tiles": memory.TILES}, {"gpus": 2, "sequence_parallel": 2}

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.cli import app
-from seqtile.memory import Setup, simulate
-from seqtile.memory.features import FEATURES
+from seqtile.memory import FEATURES, Setup, simulate
 from seqtile.memory.setup import GIB
 from seqtile.memory.simulate import Simulation
 from seqtile.models.model_types import model_classes
@@ -43,7 +42,8 @@ def test_where_there_is_a_formula_too(model_type: str) -> None:
     steps: list[str] = []
     simulation = Simulation(model_classes(model_type)[0], config, Setup(), steps.append)
     assert simulation.others == 6
-    assert [name for name in FEATURES if simulation.refusal(name, Setup()) is None] == list(TILES)
+    turned_on = {name: setup.tiles for name, setup, refusal in simulation.turned_on(Setup()) if refusal is None}
+    assert turned_on == TILES
     for name, tiles in TILES.items():
         setup = Setup(tiles=tiles, gpu_memory_gib=1 + simulation.held / GIB)
 
@@ -83,10 +83,10 @@ def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and 0 < lengths[0] < lengths[2] < lengths[3]
     assert "so it is only simulated" in found["notes"][0]
-    forecast = PlanResult("it", [], found["simulated"])
+    forecast = PlanResult("it", 80, [], found["simulated"])
     assert forecast.fits(lengths[3]) and not forecast.fits(lengths[3] + 1)
     print_forecast(forecast, Console())
-    assert "Longest sequence, simulated" in capsys.readouterr().out
+    assert "Longest sequence, predicted by a simulation" in " ".join(capsys.readouterr().out.split())
 
 
 def test_states_along_the_sequence(tmp_path: Path) -> None:

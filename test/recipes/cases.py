@@ -1,36 +1,26 @@
-"""The ranks of `seqtile finetune` in tests, and events that end a run early."""
+"""Runs of `seqtile finetune` and `evaluate` in tests, on ranks too, and events that end a run early."""
 
-import io
+import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 import torch
-from rich.console import Console
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from typer.testing import CliRunner
 
 from seqtile.cli import app
 from seqtile.offload.host_memory import KEPT_FREE, available
-from seqtile.recipes import Job
-from seqtile.recipes import train as training_run
-from seqtile.recipes.data import load_config
-from seqtile.recipes.finetune import finetune, fitted
-from seqtile.recipes.state import Run, loaded
-from seqtile.recipes.train import peak_mib, return_freed_memory, sequence_group
-
-STEPS = 5
-JOB = Job(seq_len=50, steps=STEPS, learning_rate=1e-3, device="cpu")
+from seqtile.recipes import finetune as training
+from seqtile.recipes.tuner import Tuner
 
 
 class Killed(BaseException):
-    """Ends a run at once."""
+    """Ends a run at once, as a kill does."""
 
 
 def kill() -> None:
@@ -41,75 +31,82 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
 @contextmanager
-def ended_in(step: int, by: Callable[[], None], rank: int = 0) -> Iterator[None]:
+def ended_in(step: int, by: Callable[[], None], of_rank: int = 0) -> Iterator[None]:
     """Calls `by` in the given step of a run, if this process has that rank."""
-    steps, true_loss_of = count(1), training_run.loss_of
+    steps, original = count(1), Tuner.training_step
 
-    def loss_of(*arguments: object) -> torch.Tensor:
-        if next(steps) == step and int(os.environ.get("RANK", 0)) == rank:
+    def training_step(self, *arguments: object, **options: object) -> torch.Tensor:
+        if next(steps) == step and rank() == of_rank:
             by()
-        return true_loss_of(*arguments)
+        return original(self, *arguments, **options)
 
-    with patch.object(training_run, "loss_of", loss_of):
+    with patch.object(Tuner, "training_step", training_step):
         yield
 
 
 def on_rank(*arguments: str, command: str = "finetune") -> tuple[int, str]:
     """Runs a seqtile command in this process, on its rank if it has one. Returns its exit code and its output."""
-    with patch.object(os, "_exit"):  # a successful command ends with it
-        result = CliRunner().invoke(app, [command, "--device", "cpu", *arguments])
-    return result.exit_code, result.output
+    ended = []
+    with (
+        patch.object(os, "_exit"),  # a successful command of a rank ends with it
+        patch.object(training, "return_freed_memory"),  # which changes the process for good
+        patch("seqtile.cli.end_by", ended.append),
+    ):
+        result = CliRunner().invoke(app, [command, "--device", "cpu", *map(str, arguments)])
+    if isinstance(result.exception, Killed):
+        raise result.exception
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return (128 + ended[0] if ended else result.exit_code), result.output
 
 
 def evaluated_on_rank(*arguments: str) -> tuple[int, str]:
     return on_rank(*arguments, command="evaluate")
 
 
-def rank() -> int:
-    return int(os.environ["RANK"])
-
-
 def interrupted_on_rank(*arguments: str) -> tuple[int, str]:
-    """The same, but the last rank alone gets Ctrl-C after its second step."""
-    steps = count(1)
-    if rank() == 1:
-        register_optimizer_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT) if next(steps) == 2 else None)
-    return on_rank(*arguments)
+    """The same, but the last rank alone gets Ctrl-C in its second step."""
+    with ended_in(2, press_ctrl_c, of_rank=1):
+        return on_rank(*arguments)
 
 
-def chosen_by_fit(model: str, directory: str, sizes: tuple[int, ...]) -> tuple[bool, object]:
-    """Returns the features that `--fit` chooses on a rank whose machine has its own number of free bytes."""
+def fitted_on_rank(model: str, directory: str, sizes: tuple[int, ...]) -> tuple[int, str]:
+    """Runs a step with `--fit` on a rank whose machine has its own number of free bytes."""
     proc = Path(directory) / f"{sizes} {rank()}"
     proc.mkdir()
     (proc / "meminfo").write_text(f"MemAvailable: {(sizes[rank()] + KEPT_FREE) // 1024 + 1} kB\n")
-    job = Job(model, seq_len=100_000, fit=True, device="cpu", sequence_parallel=2, local_rank=rank())
-    with patch.object(available, "__defaults__", (proc, proc)), sequence_group(job):
-        found = fitted(job, Console(quiet=True))
-    return found.layer, found.head_groups
+    with patch.object(available, "__defaults__", (proc, proc)):
+        return on_rank(
+            "--model", model, "--output", f"{directory}/run {sizes}", "--fit", "--margin", "0", "--steps", "1"
+        )
 
 
-def memory_to_load(directory: str, shard: str) -> float:
-    """Returns the peak memory in MiB that a rank adds until its model is sharded."""
-    job = Job(directory, device="cpu", local_rank=rank(), shard=shard)
-    run = Run(job, load_config(directory), torch.zeros(1, 1, 2, dtype=torch.int64), tiled=True)
-    with sequence_group(job) as ctx:
-        return_freed_memory()
-        before = peak_mib("cpu")
-        loaded(run, ctx)
-        return peak_mib("cpu") - before
+def on_rank_without_room(directory: str) -> tuple[int, str]:
+    """Runs a step whose model cannot be saved in the output."""
+    save = Tuner.save_model
+
+    def no_room(self, path: str, **options: object) -> None:
+        if f"{directory}/run" in path and rank() == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, path, **options)
+
+    with patch.object(Tuner, "save_model", no_room):
+        job = ("--model", f"{directory}/start", "--output", f"{directory}/run", "--steps", "1", "--seq-len", "300")
+        return on_rank(*job)
 
 
-def run_of_a_rank(directory: str, shard: str, name: str) -> str:
-    """Returns a rank's output for a run that the other rank's Ctrl-C ends, for the resumed run, or for an undisturbed
-    one."""
-    home, own, said = Path(directory), int(os.environ["RANK"]), io.StringIO()
-    job = replace(JOB, model=str(home / "start"), shard=shard, output=home / "run", local_rank=own)
-    with redirect_stdout(said):
-        if name == "part":
-            with ended_in(2, press_ctrl_c, rank=1), pytest.raises(KeyboardInterrupt, match=f"step 2 of {STEPS}"):
-                finetune(job, Console(quiet=own > 0))
-        else:
-            changes = {"resume": True} if name == "rest" else {"output": home / "whole"}
-            finetune(replace(job, **changes), Console(quiet=own > 0))
-    return said.getvalue()
+def on_slow_rank(directory: str) -> tuple[int, str]:
+    """Runs a step; the last rank writes its random state late."""
+    save = Tuner._save_rng_state
+
+    def late(self, path: str) -> None:
+        time.sleep(rank())
+        save(self, path)
+
+    with patch.object(Tuner, "_save_rng_state", late):
+        job = ("--model", f"{directory}/start", "--output", f"{directory}/run", "--steps", "1", "--seq-len", "300")
+        return on_rank(*job, "--save-every", "1")

@@ -154,7 +154,7 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch:
         ([files[0], str(tmp_path / "pipe")], "pipe is a pipe or a device, expected text files"),
         ([*files, "--output", str(tmp_path / "circle")], f"--output: {tmp_path}/circle is a link to nothing"),
         ([*files, "--output", str(tmp_path / "circle" / "x")], "circle/x cannot be written to (Too many levels of"),
-        ([*files, "--output", files[1]], f"--output: {files[1]} cannot be written to (Not a directory)"),
+        ([*files, "--output", files[1]], f"--output: {files[1]} cannot be written to (File exists)"),
         ([str(tmp_path / "wide"), files[1]], "need more memory than there is; --context N gives the model at most N"),
         ([*files, "--stride", "7"], "--stride: expected at least 1 and less than --context, which is not given"),
         ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7 (pass a longer one, or"),

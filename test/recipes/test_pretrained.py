@@ -72,9 +72,9 @@ def test_damaged_files(damage: Callable[[Path], None], said: str, tmp_path: Path
     save_tiny(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=said) as caught:
-        config = load_config(str(tmp_path))
+        load_config(str(tmp_path))
         load_tokenizer(str(tmp_path))
-        load_model(str(tmp_path), config)
+        load_model(str(tmp_path))
     assert str(caught.value).startswith("--model: ") and "\n" not in str(caught.value)
 
 
@@ -86,15 +86,15 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("seqtile.recipes.data.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        load_model(str(tmp_path), load_config(str(tmp_path)))
+        load_model(str(tmp_path))
 
 
 def test_weights_that_a_config_leaves_out_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_tiny(tmp_path)
-    load_model(str(tmp_path), load_config(str(tmp_path)))
+    load_model(str(tmp_path))
     assert not caplog.messages
     configured(num_hidden_layers=1)(tmp_path)
-    load_model(str(tmp_path), load_config(str(tmp_path)))
+    load_model(str(tmp_path))
     [said] = caplog.messages
     assert said.startswith(f"note: --model: config.json of {tmp_path} leaves out some of its weights: model.layers.1.")
 

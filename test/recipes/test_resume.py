@@ -1,197 +1,258 @@
-"""`--save-every` and `--resume`: a run that ended early and was resumed is bitwise equal to an uninterrupted run."""
+"""A run that was ended early goes on as if it had not been: checkpoints are complete or absent."""
 
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
+from transformers import Trainer
 
-from recipes.cases import JOB, STEPS, Killed, ended_in, kill, press_ctrl_c, run_of_a_rank
-from recipes.tiny_pretrained import contents, save_tiny, small_files_only
-from seqtile.recipes import checkpoint_in
-from seqtile.recipes.data import load_config
-from seqtile.recipes.state import Run, Training, check_same
-from seqtile.recipes.train import train
+from recipes.cases import Killed, ended_in, interrupted_on_rank, kill, on_rank, press_ctrl_c
+from recipes.tiny_pretrained import save_tiny, small_files_only
+from seqtile.recipes.tuner import Tuner
 from support.pool import Pool
 
-
-def save_with_dropout(directory: Path) -> None:
-    """A model that draws random numbers in every step."""
-    save_tiny(directory)
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.3}))
+STEPS = 5
+TEXT = "".join(f"line {number} of a long document\n" for number in range(60))
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it permanently changes the process
-    save_with_dropout(tmp_path / "start")
-    job = replace(JOB, model=str(tmp_path / "start"), output=tmp_path / "run")
-    job.output.mkdir()
-    rows = torch.randint(3, 90, (STEPS, 1, 50))
-    return Run(job, load_config(job.model), rows, tiled=True, save_to=job.output / "model")
+def job(tmp_path: Path) -> tuple[object, ...]:
+    save_tiny(tmp_path / "start")
+    (tmp_path / "book.txt").write_text(TEXT)
+    common = ("--model", tmp_path / "start", "--data", tmp_path / "book.txt", "--seq-len", 50, "--steps", STEPS)
+    return *common, "--learning-rate", 1e-3, "--save-every", 2
 
 
-def with_options(run: Run, **options: object) -> Run:
-    job = replace(run.job, **options)
-    return replace(run, job=job, save_to=job.output / "model")
+def trained(output: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = json.loads((output / "report.json").read_text())["runs"]["seqtile"]["loss"]
+    return losses, load_file(output / "model" / "model.safetensors")
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    ours, theirs = (load_file(output / "model" / "model.safetensors") for output in (one, other))
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+def assert_same(output: Path, whole: Path) -> None:
+    """Bit for bit."""
+    (losses, weights), (expected, those) = trained(output), trained(whole)
+    assert losses == expected and len(losses) == STEPS
+    assert all(weights[name].equal(those[name]) for name in those)
 
 
-def test_one_process(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Interrupted, and then killed between two checkpoints."""
-    with ended_in(2, press_ctrl_c):
-        part = train(run)
-    assert len(part.losses) == 2 and "checkpoint after step 2 of 5 saved in" in capsys.readouterr().out
-    resumed = with_options(run, resume=True, save_every=2)
-    with ended_in(3, kill), pytest.raises(Killed):
-        train(resumed)
-    printed = capsys.readouterr().out
-    assert "seqtile: goes on after step 2 of 5\n" in printed and "checkpoint after step 4 of 5 saved in" in printed
-    rest = train(resumed)
-    assert "checkpoint after step 5 of 5 saved in" in capsys.readouterr().out, "after the last one in any case"
-    whole = train(with_options(run, output=tmp_path / "whole"))
-    assert rest.losses == whole.losses and rest.losses[:2] == part.losses and len(rest.step_seconds) == STEPS
-    assert_same_weights(run.job.output, tmp_path / "whole")
-    again = train(with_options(run, resume=True, output=run.job.output))
-    assert again.losses == whole.losses, "with nothing left to do the model is saved once more"
-    assert_same_weights(run.job.output, tmp_path / "whole")
-    assert checkpoint_in(tmp_path / "whole") is None, "none that was not asked for"
+def checkpoints(output: Path) -> list[str]:
+    return sorted(file.name for file in output.iterdir() if "checkpoint" in file.name)
 
 
-@pytest.mark.full("8 s; what of ZeRO-3 is saved differs by DeepSpeed alone", but=("fsdp2",))
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("pool", "shard"), [((2, "own"), "fsdp2"), ((2, "own, zero3"), "zero3")], indirect=["pool"], ids=["fsdp2", "zero3"]
-)
-def test_ranks(pool: Pool, shard: str, tmp_path: Path) -> None:
-    save_with_dropout(tmp_path / "start")
-    once = shard == "zero3"  # DeepSpeed keeps the process groups of its first run
-    _, printed, _ = (
-        pool.run(run_of_a_rank, str(tmp_path), shard, name, leaves_traces=once) for name in ("part", "rest", "whole")
-    )
-    assert "".join(printed).count(f"seqtile: goes on after step 2 of {STEPS}\n") == 1, "one rank prints"
-    rest, whole = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("run", "whole"))
-    assert rest["seqtile"]["losses"] == whole["seqtile"]["losses"] and rest["steps"] == STEPS
-    assert_same_weights(tmp_path / "run", tmp_path / "whole")
-    job = replace(JOB, model=str(tmp_path / "start"), shard=shard, output=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--resume: expected ranks 2, as in .*checkpoint, got 1; repeat the comm"):
-        check_same(Run(job, None, torch.zeros(STEPS, 2, 50, dtype=torch.int64), tiled=True))
-
-
-def test_another_job_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ended_in(1, press_ctrl_c):
-        train(run)
-    save_tiny(tmp_path / "other")
-    check_same(with_options(run, layer=True, save_every=3, data=[tmp_path]))  # they do not change the training
-    more = torch.cat([run.sequences, run.sequences])
-    check_same(replace(with_options(run, steps=2 * STEPS), sequences=more))
-    for changed, said in (
-        (with_options(run, steps=4), "--steps of at least 5, as .*, got 4;"),
-        (with_options(run, model=str(tmp_path / "other")), "--model .*start, as .*, got .*other;"),
-        (with_options(run, seq_len=49), "--seq-len 50, as .*, got 49;"),
-        (with_options(run, dtype="bfloat16"), "--dtype float32, as .*, got bfloat16;"),
-        (with_options(run, learning_rate=1e-4), "--learning-rate 0.001, as .*, got 0.0001;"),
-        (replace(run, sequences=run.sequences.flip(0)), "--data of SHA-256 "),
-    ):
-        with pytest.raises(ValueError, match=f"--resume: expected {said}"):
-            check_same(changed)
-    monkeypatch.setattr("seqtile.recipes.state.ranks", lambda: 2)
-    facts = checkpoint_in(run.job.output) / "run.json"
-    facts.write_text(
-        facts.read_text().replace('"ranks": 1', '"ranks": 2').replace('"--shard": null', '"--shard": "fsdp2"')
-    )
-    check_same(run)
-    with pytest.raises(ValueError, match=r"--resume: expected --shard fsdp2, as .*, got zero3;"):
-        check_same(with_options(run, shard="zero3"))
-
-
-def test_what_cannot_be_gone_on_from(run: Run) -> None:
-    for options, said in (
-        ({"resume": True}, "--resume: expected a checkpoint in .*run, got none; pass the --output of the run"),
-        ({"resume": True, "compare": True}, "--compare does two whole runs, and --resume continues one"),
-        ({"save_every": 0}, "--save-every: expected at least 1, or none, got 0"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            replace(run.job, **options).check()
-    with ended_in(1, press_ctrl_c):
-        train(run)
-    replace(run.job, resume=True).check()
-    next(checkpoint_in(run.job.output).glob("*.distcp")).unlink()
-    with pytest.raises(
-        OSError, match=r"--resume: rank 0 cannot load .*checkpoint \(.*No such file.*\); leave out --res"
-    ):
-        train(with_options(run, resume=True))
-    (checkpoint_in(run.job.output) / "run.json").unlink()
-    with pytest.raises(ValueError, match=r"--resume: the checkpoint in .* cannot be loaded .*; leave out --resume"):
-        check_same(run)
-
-
-@pytest.mark.parametrize("how", ["killed", "disk full", "no room", "nan"])
-def test_the_earlier_checkpoint_stays_until_the_new_one_is_complete(
-    how: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    with ended_in(1, press_ctrl_c):
-        train(run)
-    before = contents(checkpoint_in(run.job.output))
-    save, resumed = Training.save, with_options(run, resume=True, save_every=2)
-
-    def killed(training: Training, directory: Path) -> None:
-        save(training, directory)
+def killed_in(method: str) -> Callable[..., None]:
+    def die(*arguments: object, **options: object) -> None:
         raise Killed
 
-    if how == "killed":
-        monkeypatch.setattr(Training, "save", killed)
-        with pytest.raises(Killed):
-            train(resumed)
-    elif how == "nan":
-        monkeypatch.setattr(Training, "update", lambda self, loss: self.model.lm_head.weight.data.fill_(torch.nan))
-        with pytest.raises(ValueError, match="weights hold nan or inf after step 2 of 5, so no checkpoint was saved"):
-            train(resumed)
-    else:
-        with monkeypatch.context() as patch:
-            if how == "no room":
-                patch.setattr("seqtile.recipes.state.free_bytes", lambda path: 1000)
-            else:
-                patch.setattr(Training, "save", with_small_files(save))
-            losses = train(resumed).losses
-        assert len(losses) == STEPS, "it went on"
-        why = "0.00 GB more are needed" if how == "no room" else f".*{os.strerror(errno.EFBIG)}.*"
-        printed = capsys.readouterr().out
-        for step in (2, 4, 5):
-            assert f"note: no checkpoint after step {step} of 5 in {run.job.output}/checkpoint (" in printed
-        assert "; the earlier one stays\n" in printed and (why in printed or how != "no room")
-    found = checkpoint_in(run.job.output)
-    assert found.name == "checkpoint" and contents(found) == before
-    assert not list(run.job.output.glob("checkpoint.*")), "nothing half-written"
+    return patch.object(Tuner, method, die)
 
 
-def with_small_files(save: Callable) -> Callable:
-    """`save` under a system limit for the size of a file."""
-
-    def limited(training: Training, directory: Path) -> None:
-        with small_files_only():
-            save(training, directory)
-
-    return limited
-
-
-def test_killed_at_the_very_moment_of_replacing(run: Run) -> None:
-    """Between two renames only the earlier checkpoint exists; a later one then replaces it."""
+@pytest.mark.full("10 s each", but=("full", "lora with dropout"))
+@pytest.mark.parametrize("kind", ["full", "lora with dropout", "4 bits"])
+def test_one_process(job: tuple, kind: str, tmp_path: Path) -> None:
+    """Ended by Ctrl-C, killed in a step, killed in the middle of a checkpoint: the losses and weights of a run that was
+    not."""
+    adapters = {"full": (), "lora with dropout": ("--use-peft", "--lora-dropout", 0.2)}
+    job = (*job, *adapters.get(kind, ("--use-peft", "--load-in-4bit")))
+    output, whole = tmp_path / "run", tmp_path / "whole"
+    assert on_rank(*job, "--output", whole)[0] == 0
     with ended_in(1, press_ctrl_c):
-        train(run)
-    place = checkpoint_in(run.job.output)
-    place.rename(place.with_name("checkpoint.replaced"))
-    assert checkpoint_in(run.job.output).name == "checkpoint.replaced"
-    train(with_options(run, resume=True, save_every=3))
-    assert [file.name for file in run.job.output.glob("checkpoint*")] == ["checkpoint"]
-    assert json.loads((place / "run.json").read_text())["done"]["losses"][STEPS - 1]
+        code, said = on_rank(*job, "--output", output)
+    assert code == 128 + signal.SIGINT and "interrupted: after this step the model is saved" in said
+    assert checkpoints(output) == ["checkpoint-1"] and (output / "model").is_dir()
+    with pytest.raises(Killed), ended_in(2, kill):
+        on_rank(*job, "--output", output, "--resume")
+    assert checkpoints(output) == ["checkpoint-2"]
+    with pytest.raises(Killed), killed_in("_save_optimizer_and_scheduler"):
+        on_rank(*job, "--output", output, "--resume")
+    assert checkpoints(output) == [".incomplete-checkpoint-4", "checkpoint-2"]
+    code, said = on_rank(*job, "--output", output, "--resume")
+    assert code == 0 and "goes on after step 2" in said and checkpoints(output) == [f"checkpoint-{STEPS}"]
+    if kind == "full":
+        assert_same(output, whole)
+    else:
+        assert json.loads((output / "report.json").read_text())["runs"]["seqtile"]["loss"] == pytest.approx(
+            json.loads((whole / "report.json").read_text())["runs"]["seqtile"]["loss"], abs=0
+        )
+
+
+def test_another_job_is_refused(job: tuple, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with ended_in(3, press_ctrl_c):
+        on_rank(*job, "--output", output)
+    for more, message in (
+        (("--seed", 3), "--resume: seed was 42 and is 3 now; pass the same options"),
+        (("--learning-rate", 1e-4), "learning_rate was 0.001 and is 0.0001 now"),
+        (("--use-peft",), "use_peft was False and is True now"),
+        (("--num-train-epochs", 2), "num_train_epochs was 1.0 and is 2.0 now"),
+        (("--warmup-steps", 2), "warmup_steps was 0.03 and is 2.0 now"),
+        (("--steps", 9), f"the run has {STEPS} steps, and --steps is 9 now; another number is possible only with"),
+    ):
+        code, said = on_rank(*job, "--output", output, "--resume", *more)
+        assert code == 1 and message in said, said
+    code, said = on_rank(*job, "--output", output)
+    assert code == 1 and "holds checkpoint-3 of an earlier run; pass --resume, or another --output" in said
+
+
+def test_more_steps_at_a_constant_rate(job: tuple, tmp_path: Path) -> None:
+    """Come to what a run of so many would have; not if there are other rows."""
+    output, whole, constant = tmp_path / "run", tmp_path / "whole", ("--lr-scheduler-type", "constant")
+    on_rank(*job, *constant, "--steps", 2, "--output", output)
+    code, said = on_rank(*job, *constant, "--output", output, "--resume")
+    assert code == 0 and f"step {STEPS}/{STEPS}" in said, said
+    on_rank(*job, *constant, "--output", whole)
+    assert_same(output, whole)
+    with (tmp_path / "book.txt").open("a") as book:
+        book.write(TEXT)
+    code, said = on_rank(*job, *constant, "--output", output, "--resume")
+    assert code == 1 and "--resume: rows was 32 and is 64 now" in said, said
+
+
+@pytest.mark.parametrize("method", ["save_model", "train"])
+def test_a_signal_after_the_last_step(method: str, job: tuple, tmp_path: Path) -> None:
+    """While the model is saved: it is saved. Before training: nothing is trained."""
+    original = getattr(Tuner, method)
+
+    def interrupted(self, *arguments: object, **options: object) -> object:
+        press_ctrl_c()
+        return original(self, *arguments, **options)
+
+    output = tmp_path / "run"
+    with patch.object(Tuner, method, interrupted):
+        code, said = on_rank(*job, "--save-every", 0, "--output", output)
+    assert code == 128 + signal.SIGINT, said
+    assert (output / "model").exists() == (output / "report.json").exists() == (method == "save_model")
+
+
+def test_the_best_model(job: tuple, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    best = ("--load-best-model-at-end", "--test-split-size", 0.2, "--eval-strategy", "steps", "--eval-steps", 2)
+    code, said = on_rank(*job, *best, "--steps", 4, "--output", output)
+    assert code == 0, said
+    state = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(output / f"checkpoint-{state['best_global_step']}")
+
+
+@pytest.mark.parametrize("how", ["full", "quota", "read-only"])
+def test_no_room_for_a_checkpoint(how: str, job: tuple, tmp_path: Path) -> None:
+    """A note that says why, and the training goes on; the earlier checkpoint stays until the new one is complete."""
+    output, before = tmp_path / "run", Tuner._save_optimizer_and_scheduler
+    number = {"full": errno.ENOSPC, "quota": errno.EDQUOT, "read-only": errno.EROFS}[how]
+
+    def fail(self, directory: str) -> None:
+        if "checkpoint-4" in directory:
+            raise OSError(number, os.strerror(number))
+        before(self, directory)
+
+    with patch.object(Tuner, "_save_optimizer_and_scheduler", fail):
+        code, said = on_rank(*job, "--steps", 4, "--output", output)
+    assert code == 0 and checkpoints(output) == ["checkpoint-2"]
+    assert f"note: no checkpoint after step 4 of 4 ([Errno {number}] {os.strerror(number)})" in said
+    assert len(trained(output)[0]) == 4
+
+
+def test_a_model_that_cannot_be_saved_where_it_should(job: tuple, tmp_path: Path) -> None:
+    """It is saved elsewhere, and the error, last, says where."""
+    output = tmp_path / "run"
+    with small_files_only():
+        code, said = on_rank(*job, "--output", output)
+    assert code == 1 and said.count("note: no checkpoint after step") == 3, said
+    assert "the trained model is lost: it could be saved neither in" in said and not (output / "model").exists()
+
+    save = Tuner.save_model
+
+    def no_room(self, directory: str, **options: object) -> None:
+        if str(output) in directory and "checkpoint" not in directory:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, directory, **options)
+
+    with patch.object(Tuner, "save_model", no_room):
+        code, said = on_rank(*job, "--output", output)
+    elsewhere = Path(said.rsplit("it is in ", 1)[1].strip())
+    assert code == 1 and "the model could not be saved in" in said and len(trained(elsewhere)[0]) == STEPS
+
+
+def test_a_loss_or_weight_that_is_not_finite(job: tuple, tmp_path: Path) -> None:
+    """Ends the run; the last good checkpoint stays, and no model is written."""
+    output, step = tmp_path / "run", Trainer.training_step
+
+    def nan(self, *arguments: object, **options: object) -> torch.Tensor:
+        loss = step(self, *arguments, **options)
+        return loss * float("nan") if self.state.global_step == 3 else loss
+
+    with patch.object(Trainer, "training_step", nan):
+        code, said = on_rank(*job, "--output", output)
+    assert code == 1 and "the loss of step 4 is nan; nothing was saved of it" in said
+    assert checkpoints(output) == ["checkpoint-2"] and not (output / "model").exists()
+
+    def broken(self, *arguments: object, **options: object) -> torch.Tensor:
+        loss = step(self, *arguments, **options)
+        if self.state.global_step == STEPS - 1:
+            next(self.model.parameters()).data[0, 0] = torch.inf
+        return loss
+
+    with patch.object(Trainer, "training_step", broken):
+        code, said = on_rank(*job, "--output", output, "--resume")
+    assert code == 1 and "holds nan or inf, so it was not saved" in said and checkpoints(output) == ["checkpoint-4"]
+
+
+def test_two_runs_into_one_output(job: tuple, tmp_path: Path) -> None:
+    """The second is refused, by a lock of the kernel's, which a killed run does not leave."""
+    output = tmp_path / "run"
+    output.mkdir()
+    with FileLock(output / ".lock"):
+        code, said = on_rank(*job, "--output", output)
+    assert code == 1 and f"--output: another run writes to {output}; choose another directory" in said
+    assert on_rank(*job, "--steps", 1, "--output", output)[0] == 0
+
+
+@pytest.mark.full("20 s each; other tests send signals inside a process")
+@pytest.mark.parametrize("when", ["seqtile", "untiled"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
+def test_signals(number: int, when: str, job: tuple, tmp_path: Path) -> None:
+    """All but SIGKILL finish the step, save, and end the process, and that of a comparison, as the signal would
+    have."""
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", "seqtile.cli", "finetune", *map(str, job), "--device", "cpu", "--output", output]
+    command += ["--steps", "20000", *(["--compare"] if when == "untiled" else [])]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=environment) as process:
+        while f"{when}: step 3/" not in process.stdout.readline():
+            assert process.poll() is None
+        others = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.stdout.read()
+    assert process.returncode == -number
+    assert (output / "model").exists() == (number != signal.SIGKILL and when == "seqtile")
+    assert not psutil.wait_procs(others, timeout=60)[1], "no process is left"
+    if number != signal.SIGKILL:
+        assert not list(temporary.iterdir()), "nothing is left"
+    if when == "seqtile":
+        code, said = on_rank(*job, "--steps", 20_000, "--output", output)
+        assert code == 1 and "pass --resume" in said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("pool", [(2, "own")], indirect=True, ids=["2"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_ranks(pool: Pool, shared: int, job: tuple, tmp_path: Path) -> None:
+    """One rank gets Ctrl-C: all end after the same step, save, and go on to the weights of a run that was not ended."""
+    job, output, whole = (*map(str, job), "--sequence-parallel", str(shared)), tmp_path / "run", tmp_path / "whole"
+    assert [code for code, _ in pool.run(on_rank, *job, "--output", str(whole), leaves_traces=True)] == [0, 0]
+    found = pool.run(interrupted_on_rank, *job, "--output", str(output), leaves_traces=True)
+    assert {code for code, _ in found} <= {128 + signal.SIGINT, 128 + signal.SIGTERM}, found
+    found = pool.run(on_rank, *job, "--output", str(output), "--resume", leaves_traces=True)
+    assert [code for code, _ in found] == [0, 0] and "goes on after step 2" in found[0][1], found
+    assert_same(output, whole)

@@ -170,3 +170,20 @@ def other_batches() -> None:
         model(**batch)
     batch = by_first_rank(groups)
     assert model(**batch).loss.isfinite()
+
+
+def shown_unequally() -> None:
+    """Tokens that show one rank's rows several times and few of the other's: ranks gather equally many rows."""
+    ctx, one = context(), build("llama")
+    ids, mask = torch.randint(5, VOCAB, (4, 20)), torch.ones(4, 20, dtype=torch.long)
+    ids[2:, :14], mask[1:, 16:] = ids[1, :14].clone(), 0  # the second rank's 20 rows: 14 + 3 x 2
+    ids[1:, 14] = torch.arange(5, 8)
+    shown = mask.bool()
+    shown[0, :-1] = False
+    seqtile.share_prefixes(many := copy.deepcopy(one), 4)
+    sp.apply_ulysses(many, ctx, batches="whole")
+
+    def doubled(model: nn.Module) -> Tensor:
+        return (model.model(input_ids=ids, attention_mask=mask).last_hidden_state[shown] * 2).cumsum(0).detach()
+
+    assert relative_error(doubled(many), by_first_rank(doubled, one)) <= 1e-5

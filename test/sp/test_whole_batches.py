@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from distributed.cases import pool_of
+from seqtile.sp.images import _LISTED
 from sp import images, mixed_precision, prefixes, recurrences, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
@@ -110,6 +111,11 @@ def test_images_are_dealt(pool: Pool, model_type: str) -> None:
     pool.run(images.dealt, model_type)
 
 
+def test_types_whose_images_are_dealt() -> None:
+    """No type is listed whose images these tests do not deal."""
+    assert set(_LISTED) == images.DEALT <= images.MODELS.keys()
+
+
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 def test_balance_with_images(pool: Pool) -> None:
     """The router logits of a mixture of experts with images and text."""
@@ -138,7 +144,8 @@ def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
 
 
 SINGLE = (images.seldom_read, images.not_dealt, whole.refused)
-SINGLE += (whole.head_of_its_own, prefixes.other_batches, trl_over_ranks.unseen)
+SINGLE += (whole.head_of_its_own, prefixes.other_batches, prefixes.shown_unequally)
+SINGLE += (trl_over_ranks.unseen,)
 
 
 @OF_TWO

@@ -65,5 +65,4 @@ def row(model_type: str, found: list[Finding], shared: str) -> str:
 
 
 def _cell(found: list[Finding]) -> str:
-    words = ["refused" if one.refusal else "chunked" if one.chunked else "fused" for one in found]
-    return ", ".join(dict.fromkeys(words))
+    return ", ".join(dict.fromkeys(one.how for one in found))

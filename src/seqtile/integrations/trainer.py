@@ -14,6 +14,7 @@ from seqtile.integrations.prefixes import share_prefixes_of, trainer_of
 from seqtile.models import apply_seqtile, status
 from seqtile.models.patch import unwrapped
 from seqtile.models.placement import inwards, package_of
+from seqtile.offload import enable as enable_offload
 
 logger = logging.get_logger(__name__)
 
@@ -28,14 +29,15 @@ class SeqtileCallback(TrainerCallback):
         share_prefixes: compute a prefix that rows of a batch share only once, such as the prompt of several
             completions, in the model and in the trainer's reference model, see `seqtile.share_prefixes`. A number is
             its `min_tokens`. TRL's shuffle then keeps the completions of one prompt together.
+        offload: keep the inputs of checkpointed layers in host memory, see `seqtile.offload.enable`.
         options: those of `apply_seqtile`, such as layer=True. `loss` is False by default if the trainer computes the
             loss by a head of its own, as TRL's do; for these see `seqtile.integrations.trl`.
 
     Raises what `apply_seqtile` raises, and ValueError if `share_prefixes` is refused, before anything is tiled.
     """
 
-    def __init__(self, share_prefixes: bool | int = False, **options: Any):
-        self.share_prefixes, self.options = share_prefixes, options
+    def __init__(self, share_prefixes: bool | int = False, offload: bool = False, **options: Any):
+        self.share_prefixes, self.offload, self.options = share_prefixes, offload, options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Tiles `model`."""
@@ -46,6 +48,8 @@ class SeqtileCallback(TrainerCallback):
         options = {"loss": False} | self.options if own_head else self.options
         with nullcontext() if own_head else _below_autocast(model):
             apply_seqtile(model, **options)
+        if self.offload:
+            enable_offload(model)  # after the trainer's own checkpointing, which it replaces
         if state.is_world_process_zero:
             found = status(model)
             logger.info(f"seqtile: {found}")

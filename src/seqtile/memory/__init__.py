@@ -1,24 +1,171 @@
 """The memory model: predicts before a run how much memory a training step needs, and how long a sequence may be.
 
-    plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
+    plan, longest, ladder  >  Formula  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
 
 It imports neither torch nor transformers, and so answers at once. `simulate`, which is imported separately, handles
 model types without a formula: it runs their code on tensors without data.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 from seqtile.arch import ARCHS
 from seqtile.memory.batch import Batch
-from seqtile.memory.features import FEATURES, Longest, Predictor, with_features
 from seqtile.memory.layer import planned_groups
 from seqtile.memory.setup import KNOWN, OFFLOAD, OPTIMIZERS, TILES, Setup, Shape, expect, is_count, setup_of, shape_of
 from seqtile.memory.step import Plan, Step
 
 __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]
 __all__ += ["ladder", "longest", "plan", "shape_of"]
+
+
+class Feature(NamedTuple):
+    changes: dict[str, Any]
+    """Fields of a `Setup`."""
+    words: str = ""
+    """The feature's name in the output of `fit`, which omits features without one."""
+    cost: str = ""
+
+
+GROUPS = {"tiles": TILES, "head_groups": "auto"}
+FEATURES = {  # that save memory, in the order of their cost in time
+    "nothing": Feature({"tiles": ()}),
+    "loss": Feature({"tiles": ("loss",)}),
+    "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matrix products"),
+    "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),
+    "host": Feature({"offload": ("activations",)}, "layer inputs in host memory", "copied while layers compute"),
+    "groups": Feature(GROUPS, "attention by groups of heads", "1 % more matrix products at 128K tokens"),
+    "Liger": Feature({"liger": True}),
+}
+
+
+def with_features(setup: Setup, *names: str) -> Setup:
+    """Returns the setup with these features enabled. Parts that are already offloaded stay offloaded."""
+    for name in names:
+        changes = FEATURES[name].changes
+        setup = replace(setup, **changes | {"offload": (*changes.get("offload", ()), *setup.offload)})
+    return setup
+
+
+def apply_options(setup: Setup) -> dict[str, Any]:
+    """Returns the options of `apply_seqtile` that differ from its defaults."""
+    options: dict[str, Any] = {} if "mlp" in setup.tiles else {"mlp": False}
+    options |= {"layer": True} if "layer" in setup.tiles else {}
+    return options | ({"head_groups": setup.head_groups} if setup.head_groups else {})
+
+
+def simulation_refusal(setup: Setup) -> str | None:
+    """Says why steps of a setup cannot be simulated, see `simulate`, which needs torch; None if they can."""
+    if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens or setup.accumulate:
+        return "it is simulated only for one GPU, without LoRA, autocast, offload, accumulation and shared tokens"
+    return None
+
+
+class Predicted(NamedTuple):
+    """The memory of a simulated step. A formula returns a `Plan`, which has the same fields."""
+
+    gpu_bytes: float
+    bound: str | None
+    """The memory that is too small; None if all fits."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits."""
+
+    tokens: int
+    """0 if not even one token per GPU of a sequence fits."""
+    bound: str
+    """The memory that a longer sequence would exceed."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, bound by {self.bound}"
+
+
+class Predictor(Protocol):
+    """Predicts the memory of one model's steps, by formula or by simulation."""
+
+    notes: list[str]
+
+    def refusal(self, name: str, setup: Setup) -> str | None:
+        """Says why this setup cannot have this feature, which it has; None if it can."""
+
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
+        """Predicts a step. Raises ValueError for an impossible one."""
+
+    def longest(self, setup: Setup, batch_size: int) -> Longest:
+        """Returns the longest sequence that fits: a multiple of the number of GPUs that share it, and longer than the
+        shared prefix."""
+        size = setup.sequence_parallel
+
+        def bound(tokens: int) -> str | None:  # per GPU
+            return self.predict(setup, tokens * size, batch_size).bound
+
+        least, too_many = setup.shared_tokens // size, 2**40 // size  # longer than any sequence
+        most = least
+        while too_many - most > 1:
+            middle = (most + too_many) // 2
+            most, too_many = (middle, too_many) if bound(middle) is None else (most, middle)
+        return Longest(most * size if most > least else 0, bound(most + 1) or "nothing")
+
+    def turned_on(
+        self, given: Setup, names: Iterable[str] = FEATURES, host: bool = True
+    ) -> Iterator[tuple[str, Setup, str | None]]:
+        """Turns on one feature after the other, in the order of their cost in time, beside what is `given`; `host`:
+        False to leave layer inputs where they are. Yields each feature's name, the setup with it, and None; or the
+        setup without it, and why it is left out."""
+        setup = replace(given, tiles=(), head_groups=None)
+        for name in names:
+            more = with_features(setup, name)
+            if name == "groups" and given.head_groups is not None:
+                more = replace(more, head_groups=given.head_groups)
+            kept = name == "host" and not host
+            refusal = "what is trained is in host memory" if kept else self.refusal(name, more)
+            setup = more if refusal is None else setup
+            yield name, setup, refusal
+
+
+class Formula(Predictor):
+    """The memory of a model of this shape, computed by `Step`; with `evaluate`, of an evaluation."""
+
+    def __init__(self, shape: Shape, evaluate: bool = False):
+        self.shape, self.notes, self.evaluate = shape, shape.notes, evaluate
+
+    def refusal(self, name: str, setup: Setup) -> str | None:
+        shape, layer = self.shape, "layer" in setup.tiles
+        if name == "Liger":
+            return None if shape.arch.liger and not layer else "Liger has no norms for it, or chunks need none"
+        if layer and not shape.tiles_whole:
+            return f"not planned for {shape.inside or shape.model_type}"
+        if setup.head_groups is not None and planned_groups(shape, setup) is None:
+            return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
+        again = setup.shared_tokens and setup.head_groups == "auto"
+        return "attention of shared tokens would be computed once more" if again else None
+
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan:
+        shape = self.shape
+        if setup.lora_rank is not None and shape.experts:
+            raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
+        expect("autocast", not (setup.autocast and shape.experts), "False for a mixture of experts", True)
+        if "layer" in setup.tiles and not shape.tiles_whole:
+            kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
+            known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)
+            raise ValueError(
+                f"model type {kind}: whole layers are not planned; expected one of {known}, or tiles without layer"
+            )
+        expect("seq_len", is_count(seq_len), "a positive int", seq_len)
+        expect("batch_size", is_count(batch_size), "a positive int", batch_size)
+        if shared := setup.shared_tokens:
+            expect("shared_tokens", shared < seq_len, f"fewer than the {seq_len:,} tokens of a sequence", shared)
+            expect("batch_size", batch_size > 1, "2 or more sequences, which begin with shared_tokens", batch_size)
+            asked = "a number, since attention of shared tokens by groups is computed once more in the backward"
+            expect("head_groups", setup.head_groups != "auto", asked, setup.head_groups)
+        expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
+        setup = replace(setup, accumulate=setup.accumulate and not self.evaluate)
+        step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
+        moments = step.evaluation() if self.evaluate else step.moments()
+        return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())
 
 
 def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = False, **setup: Any) -> Plan:
@@ -49,70 +196,21 @@ def longest(config: Any, *, batch_size: int = 1, evaluate: bool = False, **setup
     return Formula(shape_of(config), evaluate).longest(setup_of(setup), batch_size)
 
 
-class Formula(Predictor):
-    """The memory of a model of this shape, computed by `Step`; with `evaluate`, of an evaluation."""
-
-    def __init__(self, shape: Shape, evaluate: bool = False):
-        self.shape, self.notes, self.evaluate = shape, shape.notes, evaluate
-
-    def refusal(self, name: str, setup: Setup) -> str | None:
-        shape, changes = self.shape, FEATURES[name].changes
-        if "layer" in changes.get("tiles", ()) and not shape.tiles_whole:
-            return f"not planned for {shape.inside or shape.model_type}"
-        if "head_groups" in changes and planned_groups(shape, replace(setup, **changes)) is None:
-            return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
-        if setup.shared_tokens and changes.get("head_groups") == "auto":
-            return "attention of shared tokens would be computed once more"
-        return "Liger has no norms for it" if "liger" in changes and not shape.arch.liger else None
-
-    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan:
-        shape = self.shape
-        if setup.lora_rank is not None and shape.experts:
-            raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
-        expect("autocast", not (setup.autocast and shape.experts), "False for a mixture of experts", True)
-        if "layer" in setup.tiles and not shape.tiles_whole:
-            kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
-            known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)
-            raise ValueError(
-                f"model type {kind}: whole layers are not planned; expected one of {known}, or tiles without layer"
-            )
-        expect("seq_len", is_count(seq_len), "a positive int", seq_len)
-        expect("batch_size", is_count(batch_size), "a positive int", batch_size)
-        if shared := setup.shared_tokens:
-            expect("shared_tokens", shared < seq_len, f"fewer than the {seq_len:,} tokens of a sequence", shared)
-            expect("batch_size", batch_size > 1, "2 or more sequences, which begin with shared_tokens", batch_size)
-            asked = "a number, since attention of shared tokens by groups is computed once more in the backward"
-            expect("head_groups", setup.head_groups != "auto", asked, setup.head_groups)
-        expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
-        setup = replace(setup, accumulate=setup.accumulate and not self.evaluate)
-        step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
-        moments = step.evaluation() if self.evaluate else step.moments()
-        return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())
-
-
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
-    """Yields the longest sequence for more and more features.
+    """Yields the longest sequence for more and more features, in the order of their cost in time, as `seqtile.fit`
+    turns them on.
 
-    First only checkpointing; then also the tiled loss, sequence parallelism, the tiled MLP, offloaded activations, and
-    the last two together; the tiled MLP also with Liger's norms. This is the order of table 1 in Arctic Long Sequence
-    Training. If seqtile tiles such layers, then all of these except Liger with whole layers tiled, and with groups of
-    heads if the GPUs leave heads to group.
+    First only checkpointing; then also the loss in chunks, the MLPs, whole layers, sequence parallelism, layer inputs
+    in host memory, and attention by groups of heads. Features that the model or the setup cannot have are left out. If
+    whole layers are, then the last is Liger's norms, where Liger has some for the model.
 
     `setup` applies to all rows. tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
     those of the last row, "auto" by default."""
-    groups = setup.pop("head_groups", None) or "auto"
-    formula, given = Formula(shape_of(config)), setup_of(setup)
+    formula, given = Formula(shape_of(config)), setup_of({"tiles": TILES} | setup)  # without, no head_groups are taken
     if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
         raise ValueError("tiles, liger and offload of activations: expected none, since all are tried; use longest")
-    nothing, loss, mlp, layer, host, _, liger = FEATURES
-    alone = replace(given, sequence_parallel=1)
-    steps = [with_features(alone, nothing), with_features(alone, loss)]
-    for names in (loss,), (mlp,), (mlp, liger), (loss, host), (mlp, host), (mlp, host, liger), (layer, host):
-        if not any(formula.refusal(name, given) for name in names):
-            steps.append(with_features(given, *names))
-    if "layer" in steps[-1].tiles:
-        grouped = replace(steps[-1], head_groups=groups)
-        refused = groups == "auto" and formula.refusal("groups", given)
-        steps += [grouped] if planned_groups(formula.shape, grouped) is not None and not refused else []
-    for step in dict.fromkeys(steps):
-        yield step, formula.longest(step, batch_size)
+    rows = [(name, row) for name, row, refusal in formula.turned_on(given) if refusal is None]
+    tiled = [row for name, row in rows if FEATURES[name].changes.keys() == {"tiles"}]
+    alone = [replace(row, sequence_parallel=1) for row in tiled]
+    for row in dict.fromkeys([*alone, *(row for _, row in rows[len(tiled) - 1 :])]):
+        yield row, formula.longest(row, batch_size)

@@ -25,11 +25,6 @@ class Batch(NamedTuple):
         return -(-(self.shared + self.own) // self.gpus)
 
     @property
-    def given(self) -> int:
-        """Tokens of the sequences as the model gets them."""
-        return self.rows * self.seq_len
-
-    @property
     def labelled(self) -> int:
         """Tokens with labels, on the GPU with most of them. Shared tokens have none."""
         return min(self.tokens, self.own) if self.shared else self.tokens

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from seqtile.memory.features import FEATURES, Predicted, Predictor, apply_options, simulation_refusal
+from seqtile.memory import FEATURES, Predicted, Predictor, apply_options, simulation_refusal
 from seqtile.memory.measure import LiveBytes
 from seqtile.memory.setup import GIB, Setup
 from seqtile.models import apply_seqtile

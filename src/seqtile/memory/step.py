@@ -233,7 +233,7 @@ class Step:
         if not self.batch.shared and (setup.batches == "cut" or setup.sequence_parallel == 1):
             return 0
         embedded = self.shape.inside is not None and moment.startswith(("forward", "embedding"))
-        whole = self.batch.given if self.batch.shared else setup.sequence_parallel * self.tokens
+        whole = self.batch.rows * self.batch.seq_len if self.batch.shared else setup.sequence_parallel * self.tokens
         return whole * (3 * 8 + embedded * self.shape.hidden * setup.weight_bytes)
 
     def _loss(self) -> Iterator[Alive]:

@@ -121,6 +121,11 @@ class Finding(NamedTuple):
     untiled_error: float
     """The same for the untiled model."""
 
+    @property
+    def how(self) -> str:
+        """refused, chunked or fused."""
+        return "refused" if self.refusal else "chunked" if self.chunked else "fused"
+
 
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
     """Tiles each part of a small float32 model, one class after the other, and yields the results."""

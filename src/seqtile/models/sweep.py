@@ -8,6 +8,7 @@ the same, all parts tiled by apply_seqtile in chunks of 11  ─> within what dif
 import copy
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -168,7 +169,8 @@ def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
     return changed
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """The result for a variant."""
 
     variant: str

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
@@ -12,11 +11,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from seqtile.memory.setup import expect
 
 DEFAULT_MODEL = "smollm2-135m"
-SHARDS = ("fsdp2", "zero3")
-DEVICES = (None, "cpu", "cuda")
+TRL = ">=1.14,!=1.15.0,<1.17"  # as in pyproject.toml; 1.15.0 computes its loss on GPUs only
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # NAME or OWNER/NAME
 TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
@@ -29,66 +29,6 @@ def option(default: Any, help: str, *names: str, **given: Any) -> Any:
 
 
 argument = partial(option, MISSING)  # a field that is an argument of a command
-
-_data, _training, _memory, _gpus, _output = (
-    partial(option, rich_help_panel=panel)
-    for panel in ("Model and data", "Training", "Memory", "Several GPUs", "Output")
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job of `seqtile finetune`."""
-
-    model: str = _data(DEFAULT_MODEL, f"A local path, a hub name, or {DEFAULT_MODEL}.")
-    data: list[Path] | None = _data(None, "Text files or directories; repeatable (default: Python's standard library).")
-    seq_len: int = _data(4096, "Tokens a sequence.")
-    steps: int = _training(4, "Training steps in total; each takes one sequence, or one for each group of GPUs.")
-    learning_rate: float = _training(1e-5, "Learning rate of AdamW, the same at every step: there is no schedule.")
-    dtype: str = _training("float32", "float32, or bfloat16, which computes under autocast and keeps float32 weights.")
-    seed: int = _training(0, "Seed of torch's generators.")
-    device: str | None = _training(None, "cpu or cuda (default: cuda if there is one).")
-    compare: bool = _training(False, "Run the untiled model first, from the same seed.")
-    layer: bool = _memory(False, "Tile whole layers, everything except attention: longer sequences fit.")
-    head_groups: str | None = _memory(None, "With --layer: groups of kv heads in attention: a number, or auto.")
-    offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
-    fit: bool = _memory(False, "Choose the cheapest of these three with which a step fits in memory.")
-    sequence_parallel: int = _gpus(1, "Under torchrun: GPUs that share a sequence; each such group has its own.")
-    shard: str = _gpus("fsdp2", "Under torchrun: what shards weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
-    output: Path = _output(Path("runs/finetune"), "Directory for the model, the report and the checkpoint.")
-    save_every: int | None = _output(None, "Save a checkpoint every N steps and at the end (default: if interrupted).")
-    resume: bool = _output(False, "Continue from the checkpoint in --output with the same options; --steps may grow.")
-    local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
-
-    def check(self) -> None:
-        """Raises ValueError for options that cannot work, or not with the existing files."""
-        rate, groups, every = self.learning_rate, number_or_name(self.head_groups), self.save_every
-        expect("--seq-len", self.seq_len >= 2, TWO_TOKENS, self.seq_len)
-        expect("--steps", self.steps >= 1, "at least 1", self.steps)
-        expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        expect("--learning-rate", 0 < rate <= 1, "more than 0 and at most 1, AdamW's step of a weight", rate)
-        expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
-        expect("--head-groups", groups == "auto" or not isinstance(groups, str), "a number or auto", groups)
-        expect("--shard", self.shard in SHARDS, f"one of {', '.join(SHARDS)}", self.shard)
-        expect("--save-every", every is None or every >= 1, "at least 1, or none", every)
-        alone, shared_by = self.local_rank is None, self.sequence_parallel
-        start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
-        chosen = self.fit and (self.layer or self.offload)
-        both, missing = self.compare and self.resume, self.resume and checkpoint_in(self.output) is None
-        begin = "pass the --output of the run that was ended early, or leave out --resume to start a new run"
-        absent = [path for path in self.data or () if not path.exists()]
-        for wrong, message in (
-            (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
-            (chosen, "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit"),
-            (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
-            (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
-            (both, "--compare does two whole runs, and --resume continues one: leave one out"),
-            (missing, f"--resume: expected a checkpoint in {self.output}, got none; {begin}"),
-            (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
-        ):
-            if wrong:
-                raise ValueError(message)
-        source(self.model)
 
 
 @dataclass(frozen=True)
@@ -124,7 +64,6 @@ class EvaluateOptions:
         fits = self.stride is None or 1 <= self.stride < (self.context or 0)
         longer = f"--context, which is {self.context or 'not given'} (pass a longer one, or leave --stride out)"
         expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        expect("--device", self.device in DEVICES, "cpu or cuda", self.device)
         expect("--context", self.context is None or self.context >= 2, TWO_TOKENS, self.context)
         expect("--stride", fits, f"at least 1 and less than {longer}", self.stride)
         for file in (*self.text, *([self.adapter] if self.adapter else [])):
@@ -142,56 +81,27 @@ class EvaluateOptions:
 
 def number_or_name(option: str | None) -> int | str | None:
     """Returns --head-groups as seqtile takes it: a number, auto or None."""
-    return int(option) if option and option.isdecimal() else option
+    return int(option) if option and option.isascii() and option.isdigit() else option
 
 
-def check_output(directory: Path, sizes: dict[str, int]) -> None:
-    """Makes `directory`, in which directories of these names are to need these bytes. Raises ValueError, and makes
-    nothing, where that cannot be."""
+def check_trl(version: str) -> None:
+    """Raises ValueError for a TRL with which `seqtile finetune` was not tested."""
+    if version not in SpecifierSet(TRL):
+        wanted = f"seqtile finetune needs trl{TRL}; pip install 'seqtile[finetune]' brings one"
+        raise ValueError(f"trl {version} is installed, but {wanted}")
+
+
+def check_output(directory: Path) -> None:
+    """Makes `directory`. Raises ValueError where that cannot be, or nothing can be written to it."""
     if directory.is_symlink() and not directory.exists():
         raise ValueError(f"--output: {directory} is a link to nothing that exists; choose another directory")
     try:
-        tempfile.TemporaryFile(dir=first_existing(directory)).close()
-        for name, size in sizes.items():
-            place = directory / name
-            if place.is_file():
-                raise ValueError(
-                    f"--output: {place} is a file, but the {name}'s directory goes there; choose another directory"
-                )
-            parent = place.resolve().parent  # which may be on another disk
-            if (free := free_bytes(parent)) < size:
-                raise ValueError(
-                    f"--output: saving the {name} needs {size / 1e9:,.2f} GB in {parent}, but {free / 1e9:,.2f} GB are "
-                    "free there; make room, or choose another directory"
-                )
         directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise ValueError(
             f"--output: {directory} cannot be written to ({os.strerror(error.errno or 0)}); choose another directory"
         ) from error
-
-
-def places(path: Path) -> tuple[Path, Path, Path]:
-    """Returns `path` itself, or what it links to; what is written first, beside it and so on the same disk; and where
-    the one that was there waits."""
-    path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
-    return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
-
-
-def checkpoint_in(output: Path) -> Path | None:
-    """Returns the directory of the last complete checkpoint, None if there is none."""
-    path, _, earlier = places(output / "checkpoint")  # earlier: all there is of a process killed as it replaced it
-    return next((place for place in (path, earlier) if place.is_dir()), None)
-
-
-def free_bytes(directory: Path) -> int:
-    """Returns how much can be written to a directory that may not exist yet."""
-    return shutil.disk_usage(first_existing(directory)).free
-
-
-def first_existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
@@ -219,18 +129,23 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
     return str(path) if path.exists() else model, {}
 
 
-def hub_config(name: str) -> str:
-    """Returns the config.json of a model on the hub as a local file; raises what huggingface_hub raises.
+def hub_config(name: str, unknown: str) -> str:
+    """Returns the config.json of a model on the hub as a local file. Raises ValueError, which begins with `unknown`, if
+    the hub does not have it.
 
     The hub is asked once: `from_pretrained` itself tries for half a minute where there is no network.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
-    if not isinstance(found, str):
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-        found = hf_hub_download(name, "config.json")
-    return found
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+        if not isinstance(found, str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+            found = hf_hub_download(name, "config.json")
+        return found
+    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
+        on_hub = f"as a hub name it was not found, or the hub could not be reached ({in_brief(error)})"
+        raise ValueError(f"{unknown}; and {on_hub}") from error
 
 
 def in_brief(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import CheckOptions, hub_config
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
+OWN_CODE = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code to seqtile check"
 LOOPS = 1.4  # times as many operations for twice as many tokens: it loops over them
 
 
@@ -39,7 +40,8 @@ class Cost(NamedTuple):
     operations: int
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Line:
     """The result for the modules of one class."""
 
     part: str
@@ -90,16 +92,14 @@ class Report:
         return f"{found} equal up to rounding{', but not in every variant' * different}."
 
     def figures(self) -> dict[str, object]:
-        rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("lines", "variants")}
-        return asdict(self) | rows | {"differs": self.differs, "verdict": self.verdict}
+        return asdict(self) | {"differs": self.differs, "verdict": self.verdict}
 
 
 def check(asked: CheckOptions) -> Report:
     """Builds the model small, tiles it part by part, and compares. Raises ValueError if it cannot: no
     config, no head over a vocabulary, an encoder, remote code without consent, a model that cannot be built or does not
     run on text alone."""
-    config = config_of(asked.model, asked.trust_remote_code)
-    model_class = class_of(asked.model, config, asked.trust_remote_code)
+    model_class, config = class_and_config(asked.model, asked.trust_remote_code)
     what = "cannot be built small"
     with quiet():
         if asked.full:
@@ -118,23 +118,39 @@ def check(asked: CheckOptions) -> Report:
     return Report(model_class.__name__, lines, list(left), tokens, variants)
 
 
-def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Returns the config of a path, hub name or model type. Raises ValueError if there is none."""
+def class_and_config(model: str, trust_remote_code: bool = False) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Returns the config of a path, hub name or model type, and its model class with a head. Raises ValueError if there
+    is none, or it is an encoder."""
+    config = _config(model, trust_remote_code)
+    remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if remote and config.model_type not in model_types():
+        if not trust_remote_code:
+            raise ValueError(f"{model} {OWN_CODE}")
+        return get_class_from_dynamic_module(remote, model), config
+    classes = model_classes(config.model_type)
+    named = re.findall(r"\w+", str(config.architectures))  # a list of names, if all is well
+    if encoders := [name for name in named if name.endswith("ForMaskedLM")]:
+        expected = f"expected a causal language model, such as {classes[0].__name__}"
+        raise ValueError(f"{encoders[0]} is an encoder, whose loss seqtile does not tile; {expected}")
+    return next((cls for cls in classes if cls.__name__ in named), classes[0]), config
+
+
+def _config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
+    path = Path(model)
     try:
-        if not Path(model).exists() and model in model_types():
+        if not path.exists() and model in model_types():
             return AutoConfig.for_model(model)
-        path = Path(model)
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise FileNotFoundError("a pipe or a device")
         if model.endswith(".json") and not path.exists():
             raise FileNotFoundError("there is no such file")
         if not path.exists():
-            hub_config(model)
+            hub_config(model, "it is not here")
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything
         if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise _code_of_its_own(model) from error
-        near = [] if Path(model).exists() else get_close_matches(model, model_types(), 1)
+            raise ValueError(f"{model} {OWN_CODE}") from error
+        near = [] if path.exists() else get_close_matches(model, model_types(), 1)
         found = f"; did you mean {near[0]}?" if near else f": {brief(error)}"
         raise ValueError(
             f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as llama, "
@@ -142,31 +158,8 @@ def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
         ) from error
 
 
-def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """Returns the config's model class with a head. Raises ValueError if there is none, or it is an encoder."""
-    remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
-    if remote and config.model_type not in model_types():
-        if not trust_remote_code:
-            raise _code_of_its_own(model)
-        return get_class_from_dynamic_module(remote, model)
-    classes = model_classes(config.model_type)
-    named = re.findall(r"\w+", str(config.architectures))  # a list of names, if all is well
-    if encoders := [name for name in named if name.endswith("ForMaskedLM")]:
-        raise ValueError(
-            f"{encoders[0]} is an encoder, whose loss seqtile does not tile; expected a causal language model, such as "
-            f"{classes[0].__name__}"
-        )
-    return next((cls for cls in classes if cls.__name__ in named), classes[0])
-
-
-def _code_of_its_own(model: str) -> ValueError:
-    what = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code to seqtile check"
-    return ValueError(f"{model} {what}")
-
-
 def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: Cost) -> Line:
     part = "experts" if found.part is EXPERTS else found.part.option
-    how = "refused" if found.refusal else "chunked" if found.chunked else "fused"
     flops = peak = None
     if found.refusal is None:
         options = Options(chunk_tokens=CHUNK, check=False)
@@ -174,7 +167,7 @@ def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: Cost) ->
         flops, peak, _ = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
     reason = found.refusal or found.chunked
     errors = found.error, found.untiled_error
-    return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
+    return Line(part, found.cls.__name__, found.modules, found.how, reason, found.groups, *errors, flops, peak)
 
 
 def _untiled_cost(model: PreTrainedModel) -> tuple[int, Cost]:
@@ -211,15 +204,13 @@ def print_report(report: Report, console: Console) -> None:
         groups = ["yes" if line.head_groups else ""] * in_groups
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
         table.add_row(line.part, f"{line.count} {line.module}", line.how, *groups, *errors, *ratios)
-    console.print(f"{report.model}, a small copy of it, each part tiled by itself")
-    console.print(table)
-    console.print(
-        "tiled: fused, computed from the weights; chunked, its own forward run once a chunk; refused, left untiled\n"
-        "error tiled, error untiled: largest relative error of the loss or a gradient against float64\n"
-        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, divided by the untiled model's,\n"
-        "without checkpointing, which would repeat most of that work in either model"
-    )
-    said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
+    said = [
+        "tiled: fused, computed from the weights; chunked, its own forward run once a chunk; refused, left untiled",
+        "error tiled, error untiled: largest relative error of the loss or a gradient against float64",
+        f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, divided by the untiled model's,",
+        "without checkpointing, which would repeat most of that work in either model",
+    ]
+    said += [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
     said += [f"left untiled even with layer=True: {reason}" for reason in report.untiled]
     if any(line.how == "refused" for line in report.lines) or report.untiled:
         said.append("what is refused or left untiled trains as before; nothing is to be done, the rest is tiled")
@@ -228,6 +219,6 @@ def print_report(report: Report, console: Console) -> None:
     if report.variants:
         counts = ", ".join(f"{number} {how}" for how, number in Counter(row.how for row in report.variants).items())
         said.append(f"variants (other values of the config, other batches): {counts}")
-    told = (row for row in report.variants if row.reason and row.how != FAILS)
-    said += [f"{row.variant} is {row.how}: {row.reason}" for row in told]
-    console.print("\n".join([*said, report.verdict]))
+    said += [f"{row.variant} is {row.how}: {row.reason}" for row in report.variants if row.reason and row.how != FAILS]
+    title = f"{report.model}, a small copy of it, each part tiled by itself"
+    console.print(title, table, *said, report.verdict, sep="\n")

@@ -1,30 +1,22 @@
 """The job of `seqtile evaluate`: a model and text files, evaluated on this process or on ranks that share documents."""
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import seqtile
 from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
-from seqtile.recipes import EvaluateOptions, Job, check_output
-from seqtile.recipes.data import (
-    device_of,
-    is_out_of_memory,
-    load_config,
-    load_model,
-    load_tokenizer,
-    read_of,
-    read_text,
-)
+from seqtile.recipes import EvaluateOptions, check_output
+from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, memory_errors, read_of, read_text
 from seqtile.recipes.output import write_figures
-from seqtile.recipes.state import rank
-from seqtile.recipes.train import sequence_group
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,23 +28,14 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     Raises ValueError for bad input, and where the output cannot be written; MemoryError if memory is short.
     """
     if asked.output is not None:
-        check_output(asked.output, {})
-    try:
-        return _evaluated(asked)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
-        raise MemoryError(f"MODEL {asked.model} and its documents need more memory than there is; {remedy}") from error
-
-
-def _evaluated(asked: EvaluateOptions) -> Evaluation:
+        check_output(asked.output)
     device = device_of(asked.device)
-    job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
-    with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
-        config = load_config(asked.model, "MODEL")
+    remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
+    ranks = nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank)
+    with memory_errors(f"MODEL {asked.model} and its documents need", remedy), ranks as ctx:
+        load_config(asked.model, "MODEL")
         documents, text_bytes = _documents(asked)
-        model = load_model(asked.model, config, "MODEL")
+        model = load_model(asked.model, "MODEL")
         if asked.adapter is not None:
             with read_of(f"--adapter: {asked.adapter}"):
                 model.load_adapter(str(asked.adapter))  # which needs peft
@@ -60,17 +43,29 @@ def _evaluated(asked: EvaluateOptions) -> Evaluation:
         seqtile.apply_seqtile(model, layer=asked.layer)
         if ctx is not None:
             sp.apply_ulysses(model, ctx, batches="whole")
-        quiet = rank() > 0 or asked.as_json or not sys.stdout.isatty()
+        is_main = ctx is None or dist.get_rank() == 0
+        quiet = not is_main or asked.as_json or not sys.stdout.isatty()
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=quiet) as progress:
             bar = progress.add_task("", total=None)
             given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
             given["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
             found = evaluate_model(model, documents, **given)
-        if asked.output is not None and rank() == 0:
+        if asked.output is not None and is_main:
             title = f"{asked.model}: {', '.join(file.name for file in asked.text)}"
             write_figures(asked.output / "evaluation", found.figures(), partial(picture, found, title))
     return found
+
+
+@contextmanager
+def shared_by_ranks(device: str, local_rank: int) -> Iterator[sp.SequenceParallel]:
+    """Yields the ranks that torchrun started, which share each document."""
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield sp.initialize(dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:
@@ -100,7 +95,7 @@ def picture(found: Evaluation, title: str) -> "Figure":
     spans = found.by_position
     axes.stairs([span.loss for span in spans], [0, *(span.stop for span in spans)], baseline=None)
     axes.axhline(found.loss, linestyle="--", color="tab:gray", label=f"all: {found.loss:.4f}")
-    axes.set(title=title, xlabel="tokens before", ylabel="mean loss of a token")
+    axes.set(title=title.replace("$", r"\$"), xlabel="tokens before", ylabel="mean loss of a token")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

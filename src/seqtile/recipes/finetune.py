@@ -1,164 +1,270 @@
-"""The job of `seqtile finetune`, from its options to its report: full-parameter fine-tuning of a causal LM on long
-documents, and how it compares with not tiling."""
+"""`seqtile finetune`: TRL's SFTTrainer with seqtile in it, from the options to the report."""
 
-import io
+import json
 import os
-import signal
+import subprocess
+import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
-import torch
+import datasets
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
+from trl import get_peft_config
+from trl import get_quantization_config as quantization_of
 
-import seqtile
-from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
-from seqtile.memory import Setup
-from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
-from seqtile.recipes.data import device_of, is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
-from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
-from seqtile.recipes.state import Run, check_same, rank, ranks
-from seqtile.recipes.train import sequence_group, train
+from seqtile import sp
+from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, of_every_rank
+from seqtile.integrations.trainer import SeqtileCallback
+from seqtile.integrations.trl import apply_seqtile_to_trl
+from seqtile.memory.room import room
+from seqtile.recipes import check_output, in_brief
+from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
+from seqtile.recipes.documents import counted, dataset_of
+from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
+from seqtile.recipes.options import Asked, Parser, parsed
+from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
+from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, cause, check_finite, handled
 
 
-def finetune(job: Job, console: Console) -> dict[str, Any]:
-    """Runs a job that was checked and returns what it wrote to report.json.
+def finetune(arguments: list[str], console: Console) -> int | None:
+    """Trains as the command line says, and leaves model/, report.json and report.png in the output; returns the signal
+    that ended it early, None if none did.
 
-    With `compare`, the untiled model runs first, on the same sequences from the same seed. On ranks that torchrun
-    started, all of them call this. Leaves in `job.output`: report.json, report.png, and model/, the tiled run's model
-    and its tokenizer as `save_pretrained` writes them.
-
-    Raises ValueError for bad input, before anything is trained, and for a loss that is not finite; RunOutOfMemory if
-    the tiled run does not fit; OSError, last, if the model had to be saved elsewhere; and KeyboardInterrupt, last, if
-    Ctrl-C ended it early; then, or with `save_every`, a checkpoint is there too, from which `resume` goes on.
+    Raises ValueError for bad input, before anything is trained, and for a loss or weight that is not finite;
+    MemoryError if memory is too small; OSError, last, if the model had to be saved elsewhere.
     """
-    job = replace(job, device=device_of(job.device))
-    if job.offload and job.device == "cpu":
-        raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
-    alone = job.local_rank is None
-    with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
-        job = fitted(job, console) if job.fit else job
-        run = prepared(job, console, Path(files) / "tokenizer")
-        baseline = untiled_run(run, console) if job.compare else None
-        with memory_errors("the tiled run" if alone else f"rank {rank()}"):
-            tiled = train(run, ctx)
-        if baseline is not None:
-            done = len(tiled.losses)
-            baseline = replace(baseline, losses=baseline.losses[:done], step_seconds=baseline.step_seconds[:done])
-        report = report_of(job, baseline, tiled, ranks())
-        if tiled.saved is not None:  # in the main process
-            place = Path(tiled.saved).parent
-            print_table(report, console)
-            if tiled.note is not None:
-                console.print(f"note: {tiled.note}")
-            write_report(report, place)
-            console.print(f"model, report.json and report.png are in {place}")
-    if tiled.saved is not None and place != job.output:
-        raise OSError(f"the model could not be saved in {job.output}; it is in {place}")
-    if (done := len(tiled.losses)) < job.steps:
-        on = "" if checkpoint_in(job.output) is None else "; --resume goes on from its checkpoint"
-        raise KeyboardInterrupt(f"after step {done} of {job.steps}; what was trained until then is saved{on}")
-    return report
-
-
-def fitted(job: Job, console: Console) -> Job:
-    """Returns the job with the cheapest features that fit, see `seqtile.fit`. Raises ValueError if none do."""
-    on_gpu, memory, spread = job.device == "cuda", host_memory_at_hand(), job.sequence_parallel
-    sizes = {"gpu_memory_gib": gpu_memory_at_hand() if on_gpu else memory, "host_memory_gib": memory}
-    autocast = job.dtype == "bfloat16"
-    setup = Setup(dtype=job.dtype, autocast=autocast, gpus=ranks(), sequence_parallel=spread, **sizes)
-    found = choose(formula_of(load_config(job.model)), setup, job.seq_len, host=on_gpu)
-    console.print(str(found))
-    groups = found.setup.head_groups
-    chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
-    return replace(job, fit=False, **chosen)
-
-
-def prepared(job: Job, console: Console, tokenizer_files: Path) -> Run:
-    """Returns the tiled run, once all is known to work that can be known before training.
-
-    The tokenizer is written to `tokenizer_files`, to be saved with the model: by then its own may be gone.
-    """
-    groups = ranks() // job.sequence_parallel
-    with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
-        config = load_config(job.model)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        # What it cannot tile it refuses here, before anything is trained.
-        seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
-        tokenizer = load_tokenizer(job.model)
-        tokenizer.save_pretrained(tokenizer_files)
-        data = sequences(job.data or standard_library(), tokenizer, job.seq_len, job.steps * groups)
-    if data.rows.max() >= config.vocab_size:
-        raise ValueError(
-            f"--model: the tokenizer gave token {data.rows.max()}, but config.vocab_size is {config.vocab_size}; "
-            "pass a model with its own tokenizer"
-        )
-    in_float32 = 4 * sum(parameter.numel() for parameter in model.parameters())
-    checkpoints = 1 if checkpoint_in(job.output) else 2  # the new one beside the earlier, which may be there already
-    with_model = in_float32 * (3 * checkpoints + 1)
-    check_output(job.output, {"model": in_float32, "checkpoint": 0 if job.save_every is None else with_model})
-    for name in ("model", "checkpoint") if rank() == 0 else ():  # what a process that was killed left there
-        remove_incomplete(job.output / name)
-    console.print(str(data))
-    if job.seq_len > config.max_position_embeddings:
-        console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")
-    rows = data.rows.view(job.steps, groups, job.seq_len)
-    run = Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
-    if job.resume:
-        check_same(run)
-    return run
-
-
-def untiled_run(run: Run, console: Console) -> RunResult | None:
-    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; None, and
-    says so, if it does not fit. The process ends when this one is interrupted, or ends."""
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(replace(run, tiled=False, save_to=None), sender), daemon=True)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a terminal's Ctrl-C reaches that process, too
-    process.start()
-    signal.signal(signal.SIGINT, before)
-    sender.close()  # so that nothing is left to wait for if the process is killed
-    try:
-        with memory_errors("the untiled run"):
-            found = receiver.recv()
-            if isinstance(found, Exception):
-                raise found
-            return found
-    except RunOutOfMemory as error:  # that the untiled model does not fit is a result
-        console.print(f"note: {error}")
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated")  # TRL's own use of the older name
+    disable_progress_bar()
+    datasets.disable_progress_bars()
+    if "--help-all" in arguments:
+        Parser().print_help()
         return None
-    finally:
-        process.kill()
-        process.join()
+    asked = parsed(arguments)
+    own, training, output = asked.own, asked.training, Path(asked.training.output_dir)
+    if own.untiled:  # a process that ends when the one that started it does
+        Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+    check_output(output)
+    watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
+    remedy = "--layer, --fit or a shorter --seq-len needs less"
+    with held(output, training.process_index == 0), handled(watch.note), memory_errors("the run needs", remedy):
+        try:
+            untiled = untiled_run(arguments, console) if own.compare else None
+            if isinstance(untiled, int):
+                return untiled
+            trainer = trained(asked, watch)
+            place = output if own.untiled else saved(asked, trainer, watch)
+        except KeyboardInterrupt:
+            if watch.got is None:
+                raise
+            return watch.got
+        reported(asked, trainer, untiled, place, watch)
+        if place == output and training.push_to_hub:
+            training.output_dir = str(output / "model")
+            trainer.push_to_hub()
+    if place != output:
+        raise OSError(f"the model could not be saved in {output}; it is in {place}")
+    return watch.got
 
 
-def _send_result(run: Run, sender: Connection) -> None:
-    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
-    try:
-        sender.send(train(run))
-    except Exception as error:
-        sender.send(error)
-
-
-class RunOutOfMemory(MemoryError):
-    """A run had too little memory, or its process was killed, which is what too little host memory looks like."""
+def reported(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, watch: Watch) -> None:
+    """Prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
+    report = report_of(asked, trainer, untiled)
+    if asked.own.untiled:
+        (place / "report.json").write_text(json.dumps(report))
+    elif trainer.is_world_process_zero():
+        print_table(report, watch.console)
+        try:
+            write_figures(place / "report", report, partial(picture, report))
+            watch.say(f"model, report.json and report.png are in {place}")
+        except OSError as error:
+            watch.say(f"note: the model is in {place}, but no report could be written there ({cause(error, place)})")
+    of_every_rank(0.0)  # the first rank draws while others wait
 
 
 @contextmanager
-def memory_errors(who: str) -> Iterator[None]:
-    """Raises RunOutOfMemory, which names `who` needed it, where memory was short inside."""
+def held(output: Path, main: bool) -> Iterator[None]:
+    """Holds the output for this run, and raises ValueError if another has it. The lock is the kernel's: a run that was
+    killed leaves none."""
     try:
+        lock = FileLock(output / ".lock").acquire(timeout=0) if main else nullcontext()
+    except Timeout as error:
+        raise ValueError(f"--output: another run writes to {output}; choose another directory") from error
+    with lock:
+        for left in output.glob(".incomplete-*") if main else ():  # by a run that was killed
+            remove(left)
         yield
-    except (RuntimeError, MemoryError, EOFError) as error:
-        if not is_out_of_memory(error):
+
+
+def trained(asked: Asked, watch: Watch) -> Tuner:
+    """Returns the trainer after training."""
+    training, model_options = asked.training, asked.model
+    if training.use_cpu:
+        return_freed_memory()
+    libraries = peak_mib(training.device.type)
+    last = last_checkpoint(asked)
+    with watch.console.status("loading"):
+        trust = training.trust_remote_code
+        load_config(model_options.model_name_or_path, trust_remote_code=trust)
+        tokenizer = load_tokenizer(model_options.model_name_or_path, trust_remote_code=trust)
+        rows, others, said = dataset_of(asked, tokenizer)
+        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation}
+        options |= {"revision": model_options.model_revision, "trust_remote_code": trust}
+        if quantization := quantization_of(model_options):
+            options |= {"quantization_config": quantization, "device_map": {"": training.device}}
+        options |= training.model_init_kwargs or {}
+        model = load_model(model_options.model_name_or_path, **options)
+    watch.say(said)
+    same = asked.same(len(rows) if hasattr(rows, "__len__") else None)
+    check_same(asked, same, last)
+    training.model_init_kwargs, kind, extra = None, Tuner, {}
+    if asked.own.sequence_parallel > 1:
+        kind, extra = OverRanks, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
+    given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
+    given |= {"peft_config": get_peft_config(model_options), "same": same, "watch": watch}
+    set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
+    try:
+        trainer = kind(model, training, **given, **extra)
+    except (AttributeError, LookupError, TypeError) as error:
+        expected = "expected text, messages, or a prompt and a completion in every row"
+        raise ValueError(f"--data: TRL cannot take these rows ({in_brief(error)}); {expected}") from error
+    say_what_is_left_out(rows, trainer.train_dataset, training.packing, watch)
+    tile(asked, trainer, watch, libraries)
+    if last is not None:
+        watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
+    trainer.train(resume_from_checkpoint=last)
+    check_finite(trainer.model)
+    return trainer
+
+
+def say_what_is_left_out(given: Dataset, taken: Dataset, packed: bool, watch: Watch) -> None:
+    """Says how many rows TRL leaves out, since none of their trained tokens is within --seq-len. Raises ValueError if
+    those are all."""
+    if not hasattr(taken, "__len__") or packed:
+        return
+    if len(taken) == 0:
+        raise ValueError("--data: no row has a token to train within --seq-len; pass a longer one, or other rows")
+    if len(taken) < len(given):
+        left = counted(len(given) - len(taken), "row")
+        watch.say(f"note: {left} left out, with no token to train within --seq-len")
+
+
+def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
+    """Makes the trainer tile its model when training begins, and show what `watch` does. `libraries`: the MiB that the
+    process had before, to which the predicted step comes."""
+    length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
+    try:
+        memory = {"host_memory_gib": host_memory_at_hand()}
+        memory["gpu_memory_gib"] = room(memory["host_memory_gib"] if cpu else gpu_memory_at_hand(), asked.own.margin)
+        setup, formula = setup_of(asked, trainer, memory), formula_of(trainer.model.config)
+        if asked.own.fit:
+            found = choose(formula, setup, length, rows, host=not cpu)
+            watch.say(str(found))
+            setup, groups = found.setup, found.options["head_groups"]
+            chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
+            asked.own = replace(asked.own, fit=False, **chosen)
+        plan = formula.predict(setup, length, rows)
+        if not asked.own.untiled:  # whose loss is TRL's, not Hugging Face's
+            watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # which CUDA has
+    except ValueError:  # there is no formula for its memory
+        if asked.own.fit:
             raise
-        raise RunOutOfMemory(f"{who} had too little memory; a shorter --seq-len needs less") from error
+    for noisy in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(noisy)
+    if not asked.own.untiled:
+        try:
+            apply_seqtile_to_trl()
+        except ValueError:  # which names functions of TRL's
+            watch.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
+        own = asked.own
+        trainer.add_callback(SeqtileCallback(layer=own.layer, head_groups=own.groups, offload=own.offload))
+    trainer.add_callback(watch)
+
+
+def last_checkpoint(asked: Asked) -> str | None:
+    """Returns the directory of the last checkpoint, None for a new run. Raises ValueError if there is none to go on
+    from, or one though it is a new run."""
+    output = asked.training.output_dir
+    last = get_last_checkpoint(output)
+    if last is None and asked.own.resume:
+        raise ValueError(
+            f"--resume: expected a checkpoint in {output}, got none; pass the --output of the run that was ended "
+            "early, or leave out --resume to start a new run"
+        )
+    if last is not None and not asked.own.resume:
+        raise ValueError(
+            f"--output: {output} holds {Path(last).name} of an earlier run; pass --resume, or another --output"
+        )
+    return last
+
+
+def check_same(asked: Asked, same: dict[str, Any], last: str | None) -> None:
+    """Raises ValueError if the last checkpoint is of a run with other options."""
+    if last is None:
+        return
+    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(same))
+    for name in before:
+        if name in now and now[name] != before[name]:
+            raise ValueError(f"--resume: {name} was {before[name]} and is {now[name]} now; pass the same options")
+    steps, wanted = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"], asked.training.max_steps
+    if wanted not in (-1, steps) and "constant" not in asked.training.lr_scheduler_type:
+        raise ValueError(
+            f"--resume: the run has {steps} steps, and --steps is {wanted} now; another number is possible only with "
+            "--lr-scheduler-type constant"
+        )
+
+
+def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
+    """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
+    be. Raises OSError if neither can be."""
+    main, failed = trainer.is_world_process_zero(), []
+    for attempt in (1, 2):
+        place, error = Path(asked.training.output_dir), None
+        try:
+            if attempt == 2 and main:
+                place = Path(tempfile.mkdtemp(prefix="seqtile-"))
+            with written_beside(place / "model") if main else nullcontext(place / "model") as new:
+                trainer.save_model(str(new), _internal_call=True)
+            if asked.own.merge and main:
+                base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype)  # not in 4 bits
+                merged = PeftModel.from_pretrained(base, place / "model").merge_and_unload()
+                with written_beside(place / "merged") as new:
+                    merged.save_pretrained(new)
+                    trainer.processing_class.save_pretrained(new)
+        except Exception as raised:  # safetensors has its own; whatever it is, the weights are not to be lost
+            error = raised
+            failed.append(f"in {place} ({error})")
+            watch.say(f"note: the model cannot be saved {failed[-1]}")
+        if not of_every_rank(float(error is not None)).any():
+            return place
+    raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
+
+
+def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | int | None:
+    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; the signal
+    that ended it early; None, and says so, if it does not fit. The process ends when this one does."""
+    rest = [argument for argument in arguments if argument != "--compare"]
+    with tempfile.TemporaryDirectory() as aside:
+        command = [sys.executable, "-m", "seqtile.cli", "finetune", *rest, "--untiled", "--output", aside]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        with handled(lambda number, frame: process.send_signal(number)):
+            code = process.wait()
+        file = Path(aside) / "report.json"
+        if code == 0 and file.exists():
+            return json.loads(file.read_text())["runs"]["seqtile"]
+    if -code in SIGNALS:
+        return -code
+    console.print("note: the untiled run did not come to its end, so there is nothing to compare with")
+    return None

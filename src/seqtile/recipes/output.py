@@ -3,40 +3,39 @@ is printed as a table too. Nothing half-written stays, what was there is kept un
 is lost."""
 
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
-from rich.table import Table
-from transformers import PreTrainedModel
+from rich.table import Column, Table
 from transformers.utils import logging
 
-from seqtile.recipes import Job, places
+import seqtile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from seqtile.recipes.options import Asked
+    from seqtile.recipes.tuner import Tuner
+
 logger = logging.get_logger(__name__)
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
-SMOOTHED = 200  # steps: of so many and more, the picture shows means of a fortieth of them
 
 
 @contextmanager
-def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
-    """Yields where to write a file or a directory, which then takes the place of `path`, unless an exception is raised.
-
-    With `keep`, files of a directory that is replaced stay, where the new one lacks them, but for weights.
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yields where to write a file or a directory, which then takes the place of `path`, or of what it links to, unless
+    an exception is raised. Other files than weights and JSON of a directory that is replaced stay, where the new one
+    lacks them.
     """
-    path, new, old = places(path)
+    path = Path(os.path.realpath(path))  # which, unlike Path.resolve, takes links that lead in a circle
+    new, old = (path.with_name(f"{path.name}.{what}") for what in ("incomplete", "replaced"))
     remove(new)
     try:
         yield new
@@ -44,80 +43,30 @@ def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
             remove(old)
             path.rename(old)
         new.replace(path)
-        for entry in list(old.iterdir()) if keep and old.is_dir() else ():
-            if ".safetensors" not in entry.name and not (path / entry.name).exists():
-                entry.rename(path / entry.name)
+        for entry in old.iterdir() if old.is_dir() else ():
+            if not {".safetensors", ".json", ".bin"} & set(entry.suffixes) and not (path / entry.name).exists():
+                shutil.move(entry, path)
         remove(old)
     finally:
         remove(new)
 
 
-def remove_incomplete(path: Path) -> None:
-    """Removes what a process left that was killed in `written_beside`."""
-    path, new, old = places(path)
-    if path.exists() or not old.exists():  # else it was killed between two renames, and `new` is complete
-        remove(new)
-
-
 def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink()
 
 
-def save_model(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: Path | None, directory: Path
-) -> Path:
-    """Saves as `save_pretrained` does, with the files of the directory `tokenizer`, and returns where: `directory`, or
-    a new temporary one if that cannot be.
-
-    Raises OSError if neither can be.
-    """
-    failed = []
-    for attempt in range(2):
-        place = Path(tempfile.mkdtemp(prefix="seqtile-")) / directory.name if attempt else directory
-        try:
-            with written_beside(place) as new:
-                model.save_pretrained(new, state_dict=dict(weights))
-                if tokenizer is not None:
-                    shutil.copytree(tokenizer, new, dirs_exist_ok=True)
-            return place
-        except Exception as error:  # safetensors has its own; whatever it is, the weights are not to be lost
-            failed.append(f"in {place} ({error})")
-    remove(place.parent)
-    raise OSError(
-        f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room before the next run"
-    )
-
-
-@dataclass
-class RunResult:
-    """The measurements of a training run, of the steps done so far; lists have one entry a step."""
-
-    losses: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    tokens_per_second: float = 0.0
-    peak_mib: float = 0.0
-    status: str = ""
-    again: float | None = None
-    """If runs are compared: the loss of the first step's sequences, computed again at the end."""
-    saved: str | None = None
-    """The directory of the saved model."""
-    note: str | None = None
-    """A remark, None if there is none."""
-
-
-def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
-    """Returns the contents of report.json, of the steps that were done. `baseline` and `max_loss_difference` are None
-    without a comparison."""
-    pairs = [] if baseline is None else zip(baseline.losses, tiled.losses, strict=True)
-    options = ("model", "seq_len", "device", "sequence_parallel", "dtype", "learning_rate", "seed")
-    return {name: getattr(job, name) for name in options} | {
-        "steps": len(tiled.losses),
-        "ranks": ranks,
-        "shard": job.shard if ranks > 1 else None,
-        "baseline": None if baseline is None else asdict(baseline),
-        "seqtile": asdict(tiled),
-        "max_loss_difference": max((abs(before - after) for before, after in pairs), default=None),
+def report_of(asked: "Asked", trainer: "Tuner", untiled: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the contents of report.json, with a value of each list for each loss that was logged."""
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    measured = ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib")
+    run = {"status": str(seqtile.status(trainer.accelerator.unwrap_model(trainer.model)))}
+    run |= {name: [entry[name] for entry in logged] for name in measured}
+    return {
+        "options": trainer.same,
+        "device": asked.training.device.type,
+        "runs": {"seqtile": run} if untiled is None else {"untiled": untiled, "seqtile": run},
     }
 
 
@@ -129,90 +78,68 @@ def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figur
     if find_spec("matplotlib") is None:
         logger.warning(f"{path.name}.png is left out: it needs matplotlib (pip install matplotlib)")
         return
-    from matplotlib import rc_context  # not in the process that trains, whose memory is measured
-
-    with written_beside(path.with_suffix(".png")) as new, rc_context({"text.parse_math": False}):  # $ may be in a name
+    with written_beside(path.with_suffix(".png")) as new:
         draw().savefig(new, dpi=150, format="png")
 
 
-def write_report(report: dict[str, Any], directory: Path) -> None:
-    """Writes report.json to `directory`, and report.png if matplotlib is installed. Raises OSError, which says that the
-    model is there."""
-    try:
-        write_figures(directory / "report", report, partial(picture, report))
-    except OSError as error:
-        raise OSError(f"the model is in {directory}, but its report could not be written there ({error})") from error
-
-
-def runs_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the runs of a report by the name that they are shown under."""
-    runs = {"untiled": report["baseline"], "seqtile": report["seqtile"]}
-    return {name: run for name, run in runs.items() if run is not None}
-
-
 def title_of(report: dict[str, Any]) -> str:
-    title = f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}"
-    if report.get("ranks", 1) > 1:
-        title += f", {report['ranks']} ranks, {report['sequence_parallel']} to a sequence, the largest peak of a rank"
+    options = report["options"]
+    dtype = "bfloat16" if options["bf16"] else options["dtype"]
+    title = f"{options['model_name_or_path']}, {options['max_length']:,} tokens, {dtype} on {report['device']}"
+    if options["world_size"] > 1:
+        title += f", {options['world_size']} ranks, {options['sequence_parallel']} to a sequence"
     return title
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
-    runs = runs_of(report)
+    runs = report["runs"]
+    steps = runs["seqtile"]["step"]
+    table = Table("", *(Column(name, justify="right") for name in runs))
+    rows = [(f"loss, step {step}", "loss", lambda losses, i=i: f"{losses[i]:.6f}") for i, step in enumerate(steps)]
+    rows = [rows[i] for i in sorted({round(row * (len(rows) - 1) / (SHOWN - 1)) for row in range(SHOWN)})]
+    rows.append(("peak memory, MiB", "peak_mib", lambda peaks: f"{max(peaks):,.0f}"))
+    rows.append(("time of a step, s", "step_seconds", lambda seconds: f"{median(seconds):.2f}"))
+    rows.append(("tokens/s", "tokens_per_second", lambda speeds: f"{median(speeds):,.0f}"))
+    for title, measured, shown in rows:
+        table.add_row(title, *(shown(run[measured]) for run in runs.values()))
     console.print(title_of(report))
-    table = Table("")
-    for name in runs:
-        table.add_column(name, justify="right")
-    for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
-        table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs.values()))
-    if "untiled" in runs:
-        table.add_row("step 1's document again", "", f"{report['seqtile']['again']:.6f}")
-    table.add_section()
-    table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs.values()))
-    table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs.values()))
-    table.add_row("tokens/s", *(f"{run['tokens_per_second']:,.0f}" for run in runs.values()))
     console.print(table, soft_wrap=False)
     if "untiled" in runs:
-        console.print(
-            f"largest loss difference {report['max_loss_difference']:.1e}; "
-            f"peak memory {runs['seqtile']['peak_mib'] / runs['untiled']['peak_mib']:.0%} of the untiled model's"
-        )
+        ours, untiled = runs["seqtile"], runs["untiled"]
+        difference = max(abs(a - b) for a, b in zip(ours["loss"], untiled["loss"], strict=False))
+        share = max(ours["peak_mib"]) / max(untiled["peak_mib"])
+        console.print(f"largest loss difference {difference:.1e}; peak memory {share:.0%} of the untiled model's")
 
 
 def picture(report: dict[str, Any]) -> "Figure":
-    """Returns two panels: the losses by step, and the peak memory as bars. Of many steps the losses are drawn thin, and
-    over them their means over the steps before."""
+    """Returns two panels: the losses by step, and the peak memory as bars. Many losses are drawn thin, and over them
+    their means over the steps before."""
     from matplotlib.figure import Figure  # not in the process that trains, whose memory is measured
-    from matplotlib.ticker import MaxNLocator
 
-    runs, steps = runs_of(report), report["steps"]
-    styles = {"untiled": {"marker": "o", "color": "tab:gray", "linewidth": 3}}
-    styles["seqtile"] = {"marker": "x", "color": "tab:blue", "linestyle": "--" if len(runs) > 1 else "-"}
-    window = steps // 40 if steps >= SMOOTHED else 1
+    runs, colors = report["runs"], {"untiled": "tab:gray", "seqtile": "tab:blue"}
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     for name, run in runs.items():
-        style = styles[name] | ({} if steps <= SHOWN else {"marker": None})
-        if window > 1:
-            losses.plot(range(1, steps + 1), run["losses"], color=style["color"], linewidth=0.5, alpha=0.4)
+        style = {"color": colors[name], "linewidth": 3 if name == "untiled" else 1.5}
+        style["marker"] = "o" if len(run["step"]) <= SHOWN else None
+        if (window := len(run["step"]) // 40) > 4:
+            losses.plot(run["step"], run["loss"], **style | {"linewidth": 0.5, "alpha": 0.4})
             name = f"{name}, mean of {window} steps"
-        losses.plot(range(1, steps + 1), running_means(run["losses"], window), label=name, markersize=7, **style)
+        losses.plot(run["step"], running_means(run["loss"], max(window, 1)), label=name, **style)
     losses.set(title="loss", xlabel="step", ylabel="mean loss of a token")
-    losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    losses.locator_params(axis="x", integer=True)
     losses.grid(alpha=0.3)
     losses.legend()
-    peaks, colors = [run["peak_mib"] for run in runs.values()], [styles[name]["color"] for name in runs]
-    bars = memory.bar(list(runs), peaks, width=0.5, color=colors)
+    peaks = [max(run["peak_mib"]) for run in runs.values()]
+    bars = memory.bar(list(runs), peaks, width=0.5, color=[colors[name] for name in runs])
     memory.bar_label(bars, fmt="{:,.0f}")
     memory.margins(y=0.12)
     memory.set(title="peak memory", ylabel="MiB", xlim=(-1, len(runs)))
-    memory.yaxis.set_major_formatter("{x:,.0f}")
-    figure.suptitle(title_of(report), fontsize="medium", wrap=True)
+    figure.suptitle(title_of(report).replace("$", r"\$"), fontsize="medium", wrap=True)
     return figure
 
 
 def running_means(values: list[float], window: int) -> list[float]:
     """Returns the mean of each value and those before it, `window` in all; of fewer at the beginning."""
-    sums = list(accumulate(values, initial=0.0))
-    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
+    return [fmean(values[max(0, i - window) : i]) for i in range(1, len(values) + 1)]

@@ -1,21 +1,21 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
 import json
-import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
+from seqtile import memory
 from seqtile.limits import flash_limit
-from seqtile.memory import KNOWN, TILES, Longest, Plan, Setup, Shape, ladder, longest, plan, shape_of
-from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
+from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
-from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
+from seqtile.recipes import HUB_NAME, argument, hub_config, number_or_name, option
 
 ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
 UNITS = ((1e9, 2, "billion"), (1e6, 0, "million"), (1e3, 0, "thousand"), (1, 0, ""))  # of a model's parameters
@@ -26,7 +26,7 @@ MIN_SHARED = 256  # tokens: the default min_tokens of `share_prefixes`
 class PlanOptions:
     """The options of `seqtile plan`. One that is named as a field of `memory.Setup` sets that field."""
 
-    model: str = argument("A config.json, its directory, or a name on the hub; at once: " + ", ".join(KNOWN))
+    model: str = argument("A config.json, its directory, or a name on the hub; at once: " + ", ".join(memory.KNOWN))
     seq_len: int | None = option(None, "Sequence length in tokens (default: the longest that fits).")
     batch_size: int = option(1, "Sequences in a batch.")
     shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
@@ -44,7 +44,7 @@ class PlanOptions:
     load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
     accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
-    layer: bool = option(False, "Tile whole layers, needed or not; their inputs on the host unless --only lacks host.")
+    layer: bool = option(False, "Tile whole layers, needed or not.")
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")
@@ -101,7 +101,7 @@ def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None
 
 
 def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
-    setup, sizes = asked.setup(), {"batch_size": asked.batch_size}
+    setup, batch_size = asked.setup(), asked.batch_size
     try:
         shape = _shape(asked.model)
     except NoFormula as error:
@@ -110,14 +110,17 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
             raise ValueError(f"{error}; and {notes[-1]}") from error
         notes.insert(0, f"{error}, so it is only simulated")
         return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated)
-    in_groups = setup["head_groups"] is not None
+    formula, in_groups = Formula(shape), setup["head_groups"] is not None
     if asked.layer or in_groups:  # raises if this model cannot have them
-        plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)
+        whole = setup_of(setup | {"tiles": TILES})
+        formula.predict(whole, asked.shared_tokens + 1, batch_size)
+        if (refusal := formula.refusal("groups", whole)) is not None:
+            raise ValueError(f"head_groups: {refusal}")
     if asked.only is not None:
         chosen = just(asked.only, setup, asked.layer)
-        lengths = [(chosen, longest(shape, **sizes, **asdict(chosen)))]
+        lengths = [(chosen, formula.longest(chosen, batch_size))]
     else:
-        lengths = list(ladder(shape, **sizes, **setup))
+        lengths = list(memory.ladder(shape, batch_size=batch_size, **setup))
     wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
     wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
@@ -125,22 +128,20 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         seq_len = max(found.tokens, asked.shared_tokens + chosen.sequence_parallel)
     else:
         chosen = next((tried for tried, found in wanted if found.tokens >= seq_len), wanted[-1][0])
-    step = plan(shape, seq_len=seq_len, **sizes, **asdict(chosen))
-    notes = list(shape.notes)
-    if shape.positions is not None and seq_len > shape.positions:
-        notes.append(f"it is configured for {shape.positions:,} positions at most")
+    step = formula.predict(chosen, seq_len, batch_size)
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    if (asked.layer or in_groups) and asked.only is None and "activations" in chosen.offload:
-        notes.append(
-            "whole layers are planned with their inputs in host memory (column host); "
-            "with --only loss,MLP --layer they stay on the GPU"
-        )
-    for attention in ("flash_attention_2", "sdpa"):
-        limit = flash_limit(attention, step.heads_at_once, shape.head_dim)
-        if limit is not None and seq_len >= limit[0]:
-            notes.append(limit[1])
+    notes = [*shape.notes, *_notes(step), *more]
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
-    return PlanResult(asked.model, asked.gpu_memory_gib, notes + more, simulated, lengths, step, *fitting)
+    return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated, lengths, step, *fitting)
+
+
+def _notes(step: Plan) -> list[str]:
+    """Says what is to be known of the planned step."""
+    notes, shape = [], step.shape
+    if shape.positions is not None and step.seq_len > shape.positions:
+        notes.append(f"it is configured for {shape.positions:,} positions at most")
+    limits = [flash_limit(name, step.heads_at_once, shape.head_dim) for name in ("flash_attention_2", "sdpa")]
+    return notes + [limit[1] for limit in limits if limit is not None and step.seq_len >= limit[0]]
 
 
 def _shape(model: str) -> Shape:
@@ -150,13 +151,8 @@ def _shape(model: str) -> Shape:
     except ValueError as error:
         if not isinstance(error.__cause__, FileNotFoundError) or not HUB_NAME.fullmatch(model):
             raise
-        unknown = error
-    try:
-        config = hub_config(model)
-    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
-        found = f"as a name on the hub it was not found, or the hub could not be reached ({in_brief(error)})"
-        raise ValueError(f"{unknown}; {found}") from error
-    return shape_of(json.loads(Path(config).read_text()))
+        file = hub_config(model, str(error))
+    return shape_of(json.loads(Path(file).read_text()))
 
 
 def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
@@ -172,18 +168,17 @@ def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
     """Runs the code of a model without a formula on tensors without data. Returns its longest sequences, and notes."""
     setup = setup_of(asked.setup())
-    if (refusal := simulation_refusal(setup)) is not None:
+    if (refusal := memory.simulation_refusal(setup)) is not None:
         return {}, [refusal]
     from seqtile.memory.simulate import Simulation  # slow: torch
-    from seqtile.recipes.check import class_of, config_of
+    from seqtile.recipes.check import class_and_config
 
     found: dict[str, int] = {}
     try:
-        config = config_of(asked.model)
-        predictor = Simulation(class_of(asked.model, config), config, setup, each)
-        for name in FEATURES:
-            if predictor.refusal(name, setup) is None:
-                found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
+        predictor = Simulation(*class_and_config(asked.model), setup, each)
+        for name, chosen, refusal in predictor.turned_on(setup):
+            if refusal is None:
+                found[name] = predictor.longest(chosen, asked.batch_size).tokens
     except Exception as error:  # the model's own code may raise anything on tensors without data
         return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
     return found, predictor.notes
@@ -192,91 +187,70 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
 def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more offloaded, and with enough GPUs for `plan` to fit, if it is longer."""
     setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
-    more = (("optimizer",), ("optimizer", "weights"))
-    tried: list[dict[str, Any]] = [{"offload": tuple(dict.fromkeys((*setup.offload, *parts)))} for parts in more]
+    tried: dict[str, dict[str, Any]] = {
+        "--offload optimizer": {"offload": (*setup.offload, "optimizer")},
+        "--offload optimizer --offload weights": {"offload": (*setup.offload, "optimizer", "weights")},
+    }
     for times in (2, 4, 8, 16, 32, 64, 128):
-        tried.append({"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times})
+        gpus, shared_by = setup.gpus * times, setup.sequence_parallel * times
+        tried[f"--gpus {gpus}"] = {"gpus": gpus, "sequence_parallel": shared_by}
     found = {}
-    for changes in tried:
-        try:
-            tokens = longest(plan.shape, batch_size=plan.batch_size, **asdict(setup) | changes).tokens
-        except ValueError:  # this setup cannot have it
-            continue
-        moved = [f"--offload {part}" for part in changes.get("offload", ()) if part != "activations"]
-        if tokens > best and (moved or tokens >= plan.seq_len):
-            best = found[" ".join(moved) or f"--gpus {changes['gpus']}"] = tokens
-        if best >= plan.seq_len and not moved:
-            break
+    for name, changes in tried.items():
+        with suppress(ValueError):  # this setup cannot have it
+            tokens = Formula(plan.shape).longest(replace(setup, **changes), plan.batch_size).tokens
+            if tokens > best and ("offload" in changes or tokens >= plan.seq_len):
+                best = found[name] = tokens
+            if best >= plan.seq_len and "gpus" in changes:
+                break
     return found
-
-
-IMPORTS = {  # what stands in a line to turn on -> the import that it needs
-    "torch.": "import torch",
-    "seqtile.": "import seqtile",
-    "offload.": "from seqtile import offload",
-    "sp.": "from seqtile import sp",
-    "LoraConfig": "from peft import LoraConfig, get_peft_model",
-    "BitsAndBytesConfig": "from transformers import BitsAndBytesConfig",
-    "AutoModelForCausalLM": "from transformers import AutoModelForCausalLM",
-    "fully_shard": "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
-}
 
 
 def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     """Returns a script that turns the features of a plan on, in order, for the model of this name or path. What a
     line of Python cannot say, such as DeepSpeed's configuration, is a comment."""
-    lines = _to_turn_on(plan, model.removesuffix("config.json").rstrip("/") or ".")
-    code = "\n".join(line for line in lines if not line.startswith(("#", "from ")))
-    imports = [line for named, line in IMPORTS.items() if re.search(rf"(?<!\w){re.escape(named)}", code)]
-    gpus, each = plan.setup.gpus, min(plan.setup.gpus, plan.setup.gpus_per_node)
-    nodes = f" --nnodes {-(-gpus // each)} ..." if gpus > each else ""
-    started = [f"# torchrun{nodes} --nproc-per-node {each} this_script.py"] if gpus > 1 else []
-    return started + imports + lines
-
-
-def _to_turn_on(plan: Plan, model: str) -> list[str]:
-    setup, lines, quantised = plan.setup, [], ""
-    moved = [part for part in setup.offload if part != "activations"]
-    sharded = setup.zero_stage == 3 and setup.gpus > 1 and not (moved or setup.load_in_4bit)  # by FSDP2
-    if setup.gpus > 1:
-        lines.append(f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group')
-    if setup.liger:
-        liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
-        lines += [f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"]
-    if setup.load_in_4bit:
-        options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
-        lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
-        quantised = ", quantization_config=four_bits"
-    given = 'attn_implementation="flash_attention_2"' + (", dtype=torch.float32" if sharded and setup.full else "")
-    loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(model)}, {given}{quantised})"
-    lines.append(f"model = {loaded}.train()")
-    if not setup.full:
-        lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
-    if setup.tiles:
-        options = ((name, '"auto"' if value == "auto" else value) for name, value in apply_options(setup).items())
-        given = "".join(f", {name}={value}" for name, value in options)
-        lines.append(f"seqtile.apply_seqtile(model{given})")
-    if setup.shared_tokens:
-        least = f", min_tokens={setup.shared_tokens}" if setup.shared_tokens < MIN_SHARED else ""
-        lines.append(f"seqtile.share_prefixes(model{least})")
-    if setup.sequence_parallel > 1:
-        lines.append(f'sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}), batches="whole")')
-    if moved:
-        lines.append(f"# DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
-    elif sharded:
-        policy = "" if setup.autocast else f", mp_policy=MixedPrecisionPolicy(torch.{setup.dtype}, torch.float32)"
-        lines += ["for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"]
-    elif setup.gpus > 1:
-        others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2", "DeepSpeed's ZeRO-3"]
-        lines.append(f"# {others[setup.zero_stage]}")
-    if "activations" in setup.offload:
-        lines.append('offload.enable(model, device="cuda")')  # wherever the model is yet
-    else:
-        older = "in older transformers gradient_checkpointing_enable"
-        lines.append(f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}')
-    if setup.autocast:
-        lines.append(f'# each forward under torch.autocast("cuda", torch.{setup.dtype}); the weights are float32')
-    return lines
+    setup, path = plan.setup, model.removesuffix("config.json").rstrip("/") or "."
+    each, dtype, stage = min(setup.gpus, setup.gpus_per_node), f"torch.{setup.dtype}", setup.zero_stage
+    nodes = f" --nnodes {-(-setup.gpus // each)} ..." if setup.gpus > each else ""
+    several, shared_by, quantised = setup.gpus > 1, setup.sequence_parallel, setup.load_in_4bit
+    on_host, moved = "activations" in setup.offload, [part for part in setup.offload if part != "activations"]
+    sharded = several and stage == 3 and not moved and not quantised  # by FSDP2
+    liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
+    four_bits = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
+    loaded = f'{json.dumps(path)}, attn_implementation="flash_attention_2"'
+    loaded += ", dtype=torch.float32" if sharded and setup.full else ""
+    loaded += ", quantization_config=four_bits" if quantised else ""
+    tiled = "".join(f", {name}={value!r}" for name, value in memory.apply_options(setup).items()).replace("'", '"')
+    adapters = f'LoraConfig(r={setup.lora_rank}, target_modules="all-linear")'
+    least = f", min_tokens={setup.shared_tokens}" if setup.shared_tokens < MIN_SHARED else ""
+    policy = "" if setup.autocast else f", mp_policy=MixedPrecisionPolicy({dtype}, torch.float32)"
+    by_other = f"DeepSpeed's ZeRO-{stage}" if stage else "DistributedDataParallel(model)"
+    older = "in older transformers gradient_checkpointing_enable"
+    lines = (
+        (several, f"# torchrun{nodes} --nproc-per-node {each} this_script.py"),
+        (several or quantised, "import torch"),
+        (setup.tiles or setup.shared_tokens, "import seqtile"),
+        (on_host, "from seqtile import offload"),
+        (shared_by > 1, "from seqtile import sp"),
+        (not setup.full, "from peft import LoraConfig, get_peft_model"),
+        (quantised, "from transformers import BitsAndBytesConfig"),
+        (True, "from transformers import AutoModelForCausalLM"),
+        (sharded, "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"),
+        (several, f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group'),
+        (setup.liger, f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"),
+        (quantised, f"four_bits = BitsAndBytesConfig({four_bits}, bnb_4bit_use_double_quant=True)"),
+        (True, f"model = AutoModelForCausalLM.from_pretrained({loaded}).train()"),
+        (not setup.full, f"model = get_peft_model(model, {adapters})"),
+        (setup.tiles, f"seqtile.apply_seqtile(model{tiled})"),
+        (setup.shared_tokens, f"seqtile.share_prefixes(model{least})"),
+        (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}), batches="whole")'),
+        (moved, f"# DeepSpeed's ZeRO-{max(stage, 1)} with {' and '.join(moved)} offloaded to the CPU"),
+        (sharded, "for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"),
+        (several and not moved and not sharded, f"# {by_other}"),
+        (on_host, 'offload.enable(model, device="cuda")'),  # wherever the model is yet
+        (not on_host, f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}'),
+        (setup.autocast, f'# each forward under torch.autocast("cuda", {dtype}); the weights are float32'),
+    )
+    return [line for wanted, *said in lines if wanted for line in said]
 
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
@@ -296,12 +270,12 @@ def features(setup: Setup) -> dict[str, Any]:
     """Returns the features and their values in a setup."""
     return {
         "tiled_loss": "loss" in setup.tiles,
-        "sequence_parallel": setup.sequence_parallel,
         "tiled_mlp": "mlp" in setup.tiles,
-        "offloaded_activations": "activations" in setup.offload,
-        "liger": setup.liger,
         "tiled_layer": "layer" in setup.tiles,
+        "sequence_parallel": setup.sequence_parallel,
+        "offloaded_activations": "activations" in setup.offload,
         "head_groups": setup.head_groups,
+        "liger": setup.liger,
     }
 
 
@@ -312,36 +286,40 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
 def print_forecast(forecast: PlanResult, console: Console) -> None:
     """Prints the forecast as tables, if any sequence fits, then what to turn on, or what would help if it does not
     fit."""
-    title, plan = forecast.model, forecast.plan
-    if plan is not None:
-        setup, count = plan.setup, plan.shape.parameters
-        gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
-        size = next(f"{count / one:,.{digits}f} {unit}".rstrip() for one, digits, unit in UNITS if count >= one)
-        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {forecast.gpu_memory_gib:g} GiB"
-        title += f", {setup.gpu_memory_gib:g} for a step" if setup.gpu_memory_gib < forecast.gpu_memory_gib else ""
-    console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]))
+    plan, shown = forecast.plan, [title_of(forecast), *(f"note: {note}" for note in forecast.notes)]
     if forecast.simulated:
-        columns = ("tiled", Column("tokens", justify="right", no_wrap=True))
-        table = Table(*columns, title="Longest sequence, predicted by a simulation")
-        table.caption = "On one GPU, every layer checkpointed."
-        for tiled, tokens in forecast.simulated.items():
-            table.add_row(tiled, f"{tokens:,}")
-        console.print(table)
-    if plan is None:
-        return
-    if any(found.tokens for _, found in forecast.lengths):
-        console.print(lengths_table(forecast.lengths, plan.setup))
-        console.print(parts_table(plan))
-    if plan.fits:
-        lines = ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
-    else:
-        lines = [f"This is predicted not to fit in {plan.bound}."]
-        lines += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
-    console.print("\n".join(lines))
+        shown.append(simulated_table(forecast.simulated))
+    if plan is not None and any(found.tokens for _, found in forecast.lengths):
+        shown += [lengths_table(forecast.lengths, plan.setup), parts_table(plan)]
+    if plan is not None and plan.fits:
+        shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
+    elif plan is not None:
+        shown.append(f"This is predicted not to fit in {plan.bound}.")
+        shown += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
+    console.print(*shown, sep="\n")
+
+
+def title_of(forecast: PlanResult) -> str:
+    if (plan := forecast.plan) is None:
+        return forecast.model
+    setup, count, card = plan.setup, plan.shape.parameters, forecast.gpu_memory_gib
+    gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
+    size = next(f"{count / one:,.{digits}f} {unit}".rstrip() for one, digits, unit in UNITS if count >= one)
+    kept = f", {setup.gpu_memory_gib:g} for a step" if setup.gpu_memory_gib < card else ""
+    return f"{forecast.model}: {size} parameters, {plan.shape.layers} layers; {gpus} of {card:g} GiB{kept}"
+
+
+def simulated_table(lengths: dict[str, int]) -> Table:
+    columns = ("tiled", Column("tokens", justify="right", no_wrap=True))
+    table = Table(*columns, title="Longest sequence, predicted by a simulation")
+    table.caption = "On one GPU, every layer checkpointed."
+    for tiled, tokens in lengths.items():
+        table.add_row(tiled, f"{tokens:,}")
+    return table
 
 
 def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table:
-    columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
+    columns = [Column(name, justify="center") for name in ("loss", "MLP", "layer", "share", "host", "groups", "Liger")]
     columns += [Column("tokens", justify="right", no_wrap=True), Column("bound by")]
     table = Table(*columns, title="Longest sequence, predicted, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"
@@ -361,10 +339,9 @@ def parts_table(plan: Plan) -> Table:
     shared = f", of which {plan.setup.shared_tokens:,} are shared," if plan.setup.shared_tokens else ""
     title = f"* A step of {plan.batch_size} x {plan.seq_len:,} tokens{shared} at its predicted peak: {plan.peak.name}"
     table = Table("", *columns, title=title)
-    for part, size in plan.peak.parts.items():
-        held = plan.host.get(part, 0)
+    sizes = {part: (size, plan.host.get(part, 0)) for part, size in plan.peak.parts.items()}
+    for part, (size, held) in (sizes | {"all": (plan.gpu_bytes, plan.host_bytes)}).items():
         if size + held >= GIB / 200:
             table.add_row(part, f"{size / GIB:.2f}", f"{held / GIB:.2f}" if held else "")
-    total = f"{plan.host_bytes / GIB:.2f}" if plan.host else ""
-    table.add_row("all", f"{plan.gpu_bytes / GIB:.2f}", total, style="bold")
+    table.rows[-1].style = "bold"
     return table

@@ -9,10 +9,10 @@ All kinds are made from segments, see segments.py. No mask of length x length is
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -217,81 +217,66 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
             at += segment.q1 - segment.q0
 
 
+class PackedCall(NamedTuple):
+    """A call of flash attention for several segments. The rows of the batch follow one another."""
+
+    queries: Rows
+    keys: Rows
+    lengths: dict[str, Any]
+    """The arguments that tell Hugging Face's flash attention where segments start."""
+
+
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Calls flash attention once for all segments of all rows, as packed sequences with cumulative lengths. Each is
+    """Calls flash attention for the segments of all rows, as packed sequences with cumulative lengths: once or, where
+    documents share keys, in as many calls as needed so that no call gets more keys than a row has. Each segment is
     causal, aligned at its end."""
-    batch, heads, rows, _ = q.shape
-    flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
-    if attention.layout.parents:
-        return _in_several_calls(attention, *flat)
-    key = ("lengths", attention.reach, attention.heads.rows)
-    queries, keys, lengths = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
-    if lengths["max_length_q"] == 0:
+    (batch, heads, rows, _), layout = q.shape, attention.layout
+    tokens, key = batch * rows, ("lengths", attention.reach, attention.heads.rows)
+    calls = layout.once(key, lambda: list(_packed_calls(attention, batch, q.device)))
+    if not calls:
         return _zeros(q, v)
-    out = attention.compute(*(gathered(x, own) for x, own in zip(flat, (queries, keys, keys), strict=True)), **lengths)
+    asked, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
+    queries = layout.once((*key, "q"), lambda: _index([call.queries for call in calls], tokens, q.device))
+    asked = gathered(asked, queries)
+
+    def computed(lengths: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        return attention.with_sinks(sinks).compute(q, k, v, **lengths)
+
+    if layout.parents:
+        again = [Call(partial(computed, call.lengths), call.keys) for call in calls]
+        parts = [part for (part,) in in_parts((asked,), [count(call.queries) for call in calls], 2)]
+        out = joined(list(call_again_in_backward(again, parts, k, v, attention.sinks, attention.draws)), 1)
+    else:
+        keys = layout.once((*key, "k"), lambda: _index([calls[0].keys], batch * layout.length, q.device))
+        out = computed(calls[0].lengths, asked, gathered(k, keys), gathered(v, keys), attention.sinks)
     if queries is not None:
-        out = out.new_zeros(1, batch * rows, heads, out.shape[3]).index_copy(1, queries, out)
+        out = out.new_zeros(1, tokens, heads, out.shape[3]).index_copy(1, queries, out)
     return out.view(batch, rows, heads, -1)
 
 
-def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the indices of the flattened queries and of the keys for the call (None for all in order), and the
-    arguments that tell Hugging Face's flash attention where sequences start."""
+def _packed_calls(attention: LocalAttention, batch: int, device: torch.device) -> Iterator[PackedCall]:
     rows, length = count(attention.heads.rows), attention.layout.length
-    queries, keys = [torch.arange(0)], [torch.arange(0)]
-    for row, at, segment in _visible(attention, batch):
-        queries.append(torch.arange(segment.q1 - segment.q0) + row * rows + at)
-        keys += [torch.arange(row * length + start, row * length + stop) for start, stop in segment.keys]
-    index = [torch.cat(parts) for parts in (queries, keys)]
-    wholes = (torch.arange(batch * rows), torch.arange(batch * length))
-    found = [None if x.equal(whole) else x.to(device) for x, whole in zip(index, wholes, strict=True)]
-    return *found, _told([len(part) for part in queries[1:]], [len(part) for part in keys[1:]], device)
+    calls: list[list[tuple[Rows, Rows]]] = []  # for each call, the queries and the keys of its segments
+    for row, at, (q0, q1, seen, _) in _visible(attention, batch):
+        queries = ((row * rows + at, row * rows + at + q1 - q0),)
+        keys = tuple((row * length + start, row * length + stop) for start, stop in seen)
+        if not calls or (attention.layout.parents and sum(count(sent) for _, sent in calls[-1]) + count(keys) > length):
+            calls.append([])
+        calls[-1].append((queries, keys))
+    for call in calls:
+        lengths: dict[str, Any] = {}
+        of_segments = list(zip(*call, strict=True))
+        for name, parts in zip("qk", of_segments, strict=True):
+            sizes = [0, *map(count, parts)]
+            lengths[f"cu_seq_lens_{name}"] = torch.tensor(sizes).cumsum(0, dtype=torch.int32).to(device)
+            lengths[f"max_length_{name}"] = max(sizes)
+        yield PackedCall(*(tuple(chain(*parts)) for parts in of_segments), lengths)
 
 
-def _told(queries: list[int], keys: list[int], device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of Hugging Face's flash attention for sequences with these numbers of queries and keys."""
-    found: dict[str, Any] = {}
-    for name, sizes in (("q", queries), ("k", keys)):
-        lengths = torch.tensor([0, *sizes])
-        found[f"cu_seq_lens_{name}"] = lengths.cumsum(0, dtype=torch.int32).to(device)
-        found[f"max_length_{name}"] = int(lengths.max())
-    return found
-
-
-def _in_several_calls(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Calls flash attention for the segments of one row whose documents share keys, in as many calls as needed so that
-    no call gets more keys than the row has. The calls' queries are consecutive, and only padding follows them."""
-    key = ("several lengths", attention.reach, attention.heads.rows)
-    calls = attention.layout.once(key, lambda: list(_calls(attention, q.device)))
-    sizes = [queries for queries, _, _ in calls]
-    if padding := q.shape[2] - sum(sizes):
-        sizes.append(padding)
-    queries = [part for (part,) in in_parts((q,), sizes, 2)]
-
-    def of_call(lengths: dict[str, Any]) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks: attention.with_sinks(sinks).compute(q, k, v, **lengths)
-
-    asked = [Call(of_call(lengths), keys) for _, keys, lengths in calls]
-    found = call_again_in_backward(asked, queries[: len(calls)], k, v, attention.sinks, attention.draws)
-    return joined([*found, *(_zeros(part, v) for part in queries[len(calls) :])], 1)
-
-
-def _calls(attention: LocalAttention, device: torch.device) -> Iterator[tuple[int, Rows, dict[str, Any]]]:
-    """Yields each call's number of queries, its keys, and the arguments that describe its segments."""
-    waiting: list[Block] = []
-
-    def call() -> tuple[int, Rows, dict[str, Any]]:
-        queries = [segment.q1 - segment.q0 for segment in waiting]
-        keys = tuple(part for segment in waiting for part in segment.keys)
-        return sum(queries), keys, _told(queries, [count(segment.keys) for segment in waiting], device)
-
-    for _, _, segment in _visible(attention, 1):
-        if waiting and sum(count(each.keys) for each in (*waiting, segment)) > attention.layout.length:
-            yield call()
-            waiting.clear()
-        waiting.append(segment)
-    if waiting:
-        yield call()
+def _index(parts: Iterable[Rows], tokens: int, device: torch.device) -> Tensor | None:
+    """Returns the indices of these parts of flattened tokens; None if they are all tokens, in order."""
+    found = torch.cat([torch.arange(*part) for part in chain(*parts)])
+    return None if found.equal(torch.arange(tokens)) else found.to(device)
 
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.groups import SequenceParallel, add_up
 
 _NAMES = {"load_balancing_loss_func", "router_aux_loss_coef"}  # a forward that adds the loss uses these names
 
@@ -57,7 +56,6 @@ class Balance(NamedTuple):
             chosen = chosen.scatter_add(0, picked.flatten(), weight.repeat_interleave(self.top_k))
             probability = probability + (probabilities.float() * weight[:, None]).sum(0)
         tokens = weight.sum() * len(router_logits)
-        sums = torch.cat([chosen, probability.detach(), tokens[None]])
-        dist.all_reduce(sums, group=sp_group.started())
+        sums = add_up(torch.cat([chosen, probability, tokens[None]]), sp_group)
         of_all = sums[experts:-1] - probability.detach() + probability  # the gradient is that of this rank's tokens
         return experts * (sums[:experts] / sums[-1] * (of_all / sums[-1])).sum()

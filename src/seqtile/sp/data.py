@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from seqtile.sp.groups import SequenceParallel, device_of, gather
+from seqtile.sp.groups import SequenceParallel, device_of
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, hash_of
 
 IGNORED = -100
-_NO_LENGTH = -1  # replaces a loader's length
 
 
 class DataShardingCollator:
@@ -147,13 +146,14 @@ class ShardedDataLoader:
         try:
             length, self._no_length = len(dataloader), None
         except Exception as error:  # raised when the length is read; the other ranks would wait for this one
-            length, self._no_length = _NO_LENGTH, error
-        self._lengths = torch.stack(gather(torch.tensor(length, device=device_of(ctx)), ctx)).tolist()
+            length, self._no_length = None, error
+        self._lengths: list[int | None] = [None] * ctx.size
+        dist.all_gather_object(self._lengths, length, group=ctx.group)
 
     def __len__(self) -> int:
         """Returns the steps per epoch, from the dataloaders' lengths when this object was created."""
-        if _NO_LENGTH in self._lengths:
-            rank = self._lengths.index(_NO_LENGTH)
+        if None in self._lengths:
+            rank = self._lengths.index(None)
             raise TypeError(
                 f"the dataloader of rank {rank} of the group has no len(), expected one with a length on every rank; "
                 "iterate without asking for it"
@@ -178,10 +178,8 @@ class ShardedDataLoader:
         self.set_epoch(self.epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        batches, self.steps = self._batches(), self.steps if self._resume else 0
-        for found in rounds(batches, self.sp_group, self.device, skip=self.steps):
-            self.steps += 1
-            yield found
+        self.steps = self.steps if self._resume else 0
+        yield from self._shards(self._batches())
         self.epoch, self.steps, self._start = self.epoch + 1, 0, None
 
     def _random_state(self) -> dict[str, Any]:
@@ -199,30 +197,29 @@ class ShardedDataLoader:
             first = list(islice(batches, 1))  # samplers draw their order with the first batch
         yield from chain(first, batches)
 
-
-def rounds(
-    batches: Iterator[dict[str, Any]], sp_group: SequenceParallel, device: torch.device | str, skip: int = 0
-) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's shards of the batches that the group's ranks draw, round by round, rank by rank, without the
-    first `skip`. Raises ValueError on every rank if one of them fails to draw or to cut its batch."""
-    while True:
-        shards, error, states = None, None, [None] * sp_group.size
-        try:
-            if (batch := next(batches, None)) is not None:
-                batch = tree_map_only(Tensor, Tensor.cpu, batch)  # another rank may not have this rank's device
-                shards = parts_of(batch, range(sp_group.size), sp_group.size)
-        except Exception as failed:  # raised on every rank, after all have been told
-            error = failed
-        dist.all_gather_object(states, (shards is not None, error and str(error)), group=sp_group.group)
-        for rank, (_, said) in enumerate(states):
-            if said is not None:
-                raise ValueError(f"rank {rank} of the group has no batch that can be cut: {said}") from error
-        found = [rank for rank, (has_batch, _) in enumerate(states) if has_batch]
-        if not found:
-            return
-        for rank in found[skip:]:
-            arrived: list = [None]
-            sent = shards if rank == sp_group.rank else None
-            dist.scatter_object_list(arrived, sent, group=sp_group.group, group_src=rank)
-            yield tree_map_only(Tensor, lambda value: value.to(device), arrived[0])
-        skip = max(0, skip - len(found))
+    def _shards(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields this rank's shards of the batches that the group's ranks draw, round by round, rank by rank, without
+        the finished steps. Raises ValueError on every rank if one of them fails to draw or to cut its batch."""
+        size, group, skip = self.sp_group.size, self.sp_group.group, self.steps
+        while True:
+            shards, error, states = None, None, [None] * size
+            try:
+                if (batch := next(batches, None)) is not None:
+                    batch = tree_map_only(Tensor, Tensor.cpu, batch)  # another rank may not have this rank's device
+                    shards = parts_of(batch, range(size), size)
+            except Exception as failed:  # raised on every rank, after all have been told
+                error = failed
+            dist.all_gather_object(states, (shards is not None, error and str(error)), group=group)
+            for rank, (_, said) in enumerate(states):
+                if said is not None:
+                    raise ValueError(f"rank {rank} of the group has no batch that can be cut: {said}") from error
+            found = [rank for rank, (has_batch, _) in enumerate(states) if has_batch]
+            if not found:
+                return
+            for rank in found[skip:]:
+                arrived: list = [None]
+                sent = shards if rank == self.sp_group.rank else None
+                dist.scatter_object_list(arrived, sent, group=group, group_src=rank)
+                self.steps += 1
+                yield tree_map_only(Tensor, lambda value: value.to(self.device), arrived[0])
+            skip = max(0, skip - len(found))

@@ -48,7 +48,7 @@ class Images:
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             ranks[i] = min(range(sp_group.size), key=loads.__getitem__)
             loads[ranks[i]] += sizes[i]
-        self.of_images = Owners(torch.tensor(ranks, dtype=torch.int16), sp_group)
+        self.of_images = Owners.of_ranks(torch.tensor(ranks), sp_group)
         self.own_sizes = [size for size, rank in zip(sizes, ranks, strict=True) if rank == sp_group.rank]
 
     @classmethod
@@ -67,7 +67,8 @@ class Images:
 
     def owners(self, share: Fraction) -> Owners:
         """Returns the owners of features that have `share` rows per row of an image."""
-        return Owners(self.of_images.ranks.repeat_interleave(torch.tensor(self.counts(share))), self.sp_group)
+        ranks = self.of_images.ranks.repeat_interleave(torch.tensor(self.counts(share)))
+        return Owners.of_ranks(ranks, self.sp_group)
 
     def counts(self, share: Fraction) -> list[int]:
         return [int(share * size) for size in self.sizes]
@@ -154,16 +155,14 @@ def _is_list(value: Any, count: int) -> bool:
 
 
 def _share(leaf: Any, sizes: list[int]) -> Fraction | None:
-    """Returns a leaf's rows per row of an image (0 for None), or None if that differs between images."""
-    if leaf is None:
-        return Fraction(0)
-    if not isinstance(leaf, Tensor) and not _is_list(leaf, len(sizes)):
+    """Returns a leaf's rows per row of an image; None if that differs between images, or if the leaf has no rows."""
+    counts = [len(each) for each in leaf] if _is_list(leaf, len(sizes)) else None
+    if counts is None and not isinstance(leaf, Tensor):
         return None
-    counts = [len(each) for each in leaf] if not isinstance(leaf, Tensor) else None
-    share = Fraction(sum(counts) if counts else len(leaf), sum(sizes))
+    share = Fraction(sum(counts or [len(leaf)]), sum(sizes))
     of_images = [share * size for size in sizes]
-    is_whole = share and all(each.denominator == 1 for each in of_images)
-    return share if is_whole and counts in (None, of_images) else None
+    is_even = share and all(each.denominator == 1 for each in of_images) and counts in (None, of_images)
+    return share if is_even else None
 
 
 def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
@@ -173,22 +172,21 @@ def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
 def _of_all(output: Any, images: Images) -> Any:
     """Returns the output for this rank's images with the features of all images. One all-gather, and one all-reduce in
     the backward."""
-    flat = {
-        name: tree_flatten(value, is_leaf=partial(_is_list, count=0 if name in _SELDOM_READ else len(images.own_sizes)))
-        for name, value in output.items()
-    }
+    flat: dict[str, tuple[list, Any]] = {}
     together: dict[tuple, list[tuple[list, int]]] = {}
-    for name, (leaves, _) in flat.items():
+    for name, value in output.items():
+        count = 0 if name in _SELDOM_READ else len(images.own_sizes)
+        leaves, _ = flat[name] = tree_flatten(value, is_leaf=partial(_is_list, count=count))
         for i, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
             if (share := _share(leaf, images.own_sizes)) is None:
                 raise ValueError(
                     f"{name} of {len(images.own_sizes)} images is no tensor with equally many rows for each of their "
                     f"{sum(images.own_sizes)}, as expected of this model type; leave this model whole: "
                     "sp.restore(model)"
                 )
-            if not share:
-                continue
-            if name in _SELDOM_READ and isinstance(leaf, Tensor):
+            if name in _SELDOM_READ:
                 leaves[i] = shared(leaf, images.owners(share))
             else:
                 together.setdefault((share, _rows(leaf).dtype), []).append((leaves, i))

@@ -17,96 +17,90 @@ from seqtile.tensor_like import View
 
 
 class Owners:
-    """For each token of a tensor [...]: the rank that holds its values, and the index of that rank's row [n, ...] with
-    them. Equal on all ranks of the group; on the CPU.
+    """For each token of a tensor [...]: the place of its values among the rows [n, ...] of all ranks, `most` places for
+    each rank. Equal on all ranks of the group; on the CPU. `is_shared`: tokens may have the same place."""
 
-    Without `rows` each rank holds one row per token, in order. With `rows` tokens may share a row.
-    """
-
-    def __init__(self, ranks: Tensor, sp_group: SequenceParallel, rows: Tensor | None = None):
-        self.ranks, self.sp_group, self.rows, self.shape = ranks, sp_group, rows, ranks.shape
-        self._places: dict[torch.device, list[Tensor]] = {}
-        self._rows: dict[tuple[int, torch.device], Tensor] = {}
+    def __init__(self, places: Tensor, most: int, sp_group: SequenceParallel, is_shared: bool = True):
+        self.places, self.most, self.sp_group, self.is_shared = places, most, sp_group, is_shared
+        self.shape = places.shape
+        self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._by_token: Owners | None = None
+
+    @classmethod
+    def of_ranks(cls, ranks: Tensor, sp_group: SequenceParallel) -> "Owners":
+        """Returns owners of which each rank holds one row for each of its tokens, in order."""
+        flat = ranks.flatten().long()
+        tokens, counts = flat.argsort(stable=True), flat.bincount(minlength=sp_group.size)
+        most = int(counts.max())
+        skipped = torch.arange(sp_group.size) * most - (counts.cumsum(0) - counts)  # places behind the rows of a rank
+        places = torch.empty_like(flat)
+        places[tokens] = torch.arange(len(flat)) + skipped[flat[tokens]]
+        return cls(places.view(ranks.shape), most, sp_group, is_shared=False)
+
+    @property
+    def ranks(self) -> Tensor:
+        """The rank that holds each token's values."""
+        return self.places // self.most
 
     def by_token(self) -> "Owners":
         """Returns the owners of values with one row per token."""
-        if self.rows is None:
+        if not self.is_shared:
             return self
-        self._by_token = self._by_token or Owners(self.ranks, self.sp_group)
+        self._by_token = self._by_token or Owners.of_ranks(self.ranks, self.sp_group)
         return self._by_token
 
     def flat(self) -> "Owners":
         """Returns the owners of the same tokens in one dimension."""
-        return Owners(self.ranks.flatten(), self.sp_group, None if self.rows is None else self.rows.flatten())
+        return Owners(self.places.flatten(), self.most, self.sp_group, self.is_shared)
 
-    def places(self, device: torch.device) -> list[Tensor]:
-        """For each rank, returns the indices of its tokens among all flattened tokens."""
-        if device not in self._places:
-            ranks = self.ranks.flatten()
-            found = [(ranks == rank).nonzero().squeeze(1) for rank in range(self.sp_group.size)]
-            self._places[device] = [places.to(device, non_blocking=True) for places in found]
-        return self._places[device]
-
-    def own_rows(self, device: torch.device) -> Tensor | None:
-        """Returns the row index of each of this rank's tokens; None if each token has its own row, in order."""
-        return None if self.rows is None else self._rows_of(self.sp_group.rank, device)
-
-    def _rows_of(self, rank: int, device: torch.device) -> Tensor:
-        if (rank, device) not in self._rows:
-            rows = self.rows.flatten()[self.ranks.flatten() == rank]
-            self._rows[rank, device] = rows.to(device, non_blocking=True)
-        return self._rows[rank, device]
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns tensors on a device: the places of all tokens, the indices of this rank's tokens among all flattened
+        tokens, and the indices of their rows."""
+        if device not in self._on:
+            places, first = self.places.flatten(), self.sp_group.rank * self.most
+            tokens = ((places >= first) & (places < first + self.most)).nonzero().squeeze(1)
+            found = self.places, tokens, places[tokens] - first
+            self._on[device] = tuple(each.to(device, non_blocking=True) for each in found)
+        return self._on[device]
 
     def own(self, values: Tensor) -> Tensor:
         """Returns this rank's part [n, *] of the values [..., *] of all tokens. Differentiable."""
         if values.shape[: len(self.shape)] != self.shape:
             raise ValueError(f"expected values of the tokens {list(self.shape)}, got {list(values.shape)}")
         flat = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
-        return flat[self.places(values.device)[self.sp_group.rank]]
+        return flat[self.on(values.device)[1]]
 
     def summed(self, gradients: Tensor, rows: int) -> Tensor:
         """Returns the gradients of this rank's rows from those of its tokens [n, *]. Sums the gradients of tokens that
         share a row in float32."""
-        if (index := self.own_rows(gradients.device)) is None:
+        if not self.is_shared:
             return gradients
         dtype = torch.promote_types(gradients.dtype, torch.float32)
         total = gradients.new_zeros((rows, *gradients.shape[1:]), dtype=dtype)
+        index = self.on(gradients.device)[2]
         return total.index_add_(0, index, gradients.to(dtype)).to(gradients.dtype)
 
     def whole(self, rows: Tensor) -> Tensor:
         """Returns the values [..., *] of all tokens from each rank's rows. One all-gather; not differentiable."""
-        places, device = self.places(rows.device), rows.device
-        rows, size = rows.detach(), self.sp_group.size
-        if self.rows is not None and size == 1:
-            return rows[self.own_rows(device)].view(*self.shape, *rows.shape[1:])
-        most = max(map(len, places)) if self.rows is None else len(rows)  # with shared rows all ranks have equally many
-        own = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
+        own, missing = rows.detach(), self.most - len(rows)
+        own = F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own
         parts = gather(own, self.sp_group)
-        found = own.new_empty((*self.shape, *own.shape[1:]))  # not a view, which could not be changed in place
-        for rank, (where, part) in enumerate(zip(places, parts, strict=True)):
-            taken = slice(len(where)) if self.rows is None else self._rows_of(rank, device)
-            found.view(-1, *own.shape[1:])[where] = part[taken]
-        return found
+        return (torch.cat(parts) if len(parts) > 1 else own)[self.on(own.device)[0]]
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
         """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view (None for all in
         order)."""
-        tokens = torch.arange(self.shape.numel(), device=device).view(*self.shape, 1)
-        tokens = view(tokens).squeeze(-1).cpu()  # waits for the device if it holds an index
-        ranks = self.ranks.flatten()
-        if self.rows is not None:
-            return Owners(ranks[tokens], self.sp_group, self.rows.flatten()[tokens]), None
-        owners, mine = Owners(ranks[tokens], self.sp_group), ranks == self.sp_group.rank
-        row_of = mine.cumsum(0) - 1
-        taken = row_of[tokens[owners.ranks == self.sp_group.rank]]
-        return owners, None if taken.equal(row_of[mine]) else taken
+        places = self.on(device or torch.device("cpu"))[0]
+        places = view(places[..., None]).squeeze(-1).cpu()  # waits for the device if the view holds an index
+        if self.is_shared:
+            return Owners(places, self.most, self.sp_group), None
+        before, own = (each.on(places.device)[2] for each in (self, Owners(places, self.most, self.sp_group)))
+        return Owners.of_ranks(places // self.most, self.sp_group), None if own.equal(before) else own
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Owners):
             return self is other
-        shares = [each.rows is not None for each in (self, other)]
-        return self.ranks.equal(other.ranks) and (not any(shares) or (all(shares) and self.rows.equal(other.rows)))
+        return (self.is_shared, self.most) == (other.is_shared, other.most) and self.places.equal(other.places)
 
     __hash__ = object.__hash__
 
@@ -138,7 +132,7 @@ class _OfTokens(torch.autograd.Function):
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> Tensor:
         node.owners, node.rows = owners, len(rows)
-        return rows[owners.own_rows(rows.device)]
+        return rows[owners.on(rows.device)[2]]
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
@@ -147,7 +141,7 @@ class _OfTokens(torch.autograd.Function):
 
 def of_tokens(rows: Tensor, owners: Owners) -> Tensor:
     """Returns the values [n, *] of this rank's tokens; copies if tokens share rows. Differentiable."""
-    return rows if owners.rows is None else _OfTokens.apply(rows, owners)
+    return _OfTokens.apply(rows, owners) if owners.is_shared else rows
 
 
 class _Summed(torch.autograd.Function):

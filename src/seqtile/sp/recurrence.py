@@ -16,14 +16,13 @@ Channels and heads are independent, so no rank needs its neighbours' tokens. If 
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqtile.renamed import CACHE_NAMES
@@ -71,6 +70,8 @@ RULES = {
 }
 _ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels count as heads
 Operands = dict[str, Tensor]
+Convolve = Callable[..., Operands]
+"""Convolves a document's operands, tensors [B, h, S, K], and names them."""
 Compute = Callable[..., tuple[Tensor, list[Any]]]
 """Computes a rule, or a convolution without one. Returns its output and, if requested, the final state of each group of
 heads."""
@@ -213,11 +214,8 @@ class Recurrence:
 
         sent = ((x if x.dim() == 4 else x[..., None]).transpose(1, 2) for x in operands.values())
         arrived = exchanged(all_to_all, True, *sent)
-        compute = partial(compute, own)
-        if layout.parents:
-            out = by_tree(layout, convolved, compute, arrived, convolution.weight.shape[-1] - 1)
-        else:
-            out = by_documents(layout, convolved, compute, in_one_call, arrived)
+        before = convolution.weight.shape[-1] - 1
+        out = by_documents(layout, convolved, partial(compute, own), in_one_call, before, arrived)
         (back,) = exchanged(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
         return back.transpose(1, 2)
 
@@ -275,11 +273,11 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
 
 
 def by_documents(
-    layout: Layout, convolve: Callable[..., Operands], compute: Compute, in_one_call: bool, arrived: Sequence[Tensor]
+    layout: Layout, convolve: Convolve, compute: Compute, in_one_call: bool, before: int, arrived: Sequence[Tensor]
 ) -> Tensor:
     """Computes [B, S, h, K] from tensors [B, h, S, K] of whole sequences, document by document, with zeros for padding.
     Rows with the same documents are computed together. With `in_one_call`, the documents of all rows are concatenated,
-    and `compute` is told where each starts."""
+    and `compute` is told where each starts. `before`: as in `_one_by_one`."""
     spans = segments(layout, ((0, layout.length),), layout.length)
     spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
     rows = in_parts(arrived, [len(arrived[0]) // len(spans)] * len(spans), 0)
@@ -288,34 +286,31 @@ def by_documents(
         for of_row, row in zip(spans, rows, strict=True)
         for span, tensors in zip(of_row, in_parts(row, [s.q1 - s.q0 for s in of_row], 2), strict=True)
     ]
-    operands = (convolve(*tensors) for span, tensors in parts if span.keys)
-    if in_one_call and (found := list(operands)):
-        sizes = [span.q1 - span.q0 for span, _ in parts if span.keys]
+    documents = [tensors for span, tensors in parts if span.keys]
+    if in_one_call and documents:
+        found, sizes = [convolve(*document) for document in documents], [document[0].shape[2] for document in documents]
         device = arrived[0].device
         starts = layout.once(("starts", len(spans)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
         together = {name: torch.cat([document[name] for document in found], 1) for name in found[0]}
         outs = iter(compute(together, cu_seqlens=starts)[0].split(sizes, 1))
     else:
-        outs = (compute(document)[0] for document in operands)
+        outs = _one_by_one(documents, layout.parents, convolve, compute, before)
     done = (next(outs) if span.keys else torch.zeros_like(x[0].transpose(1, 2)) for span, x in parts)
     return joined([joined([next(done) for _ in of_row], 1) for of_row in spans], 0)
 
 
-def by_tree(
-    layout: Layout, convolve: Callable[..., Operands], compute: Compute, arrived: Sequence[Tensor], before: int
-) -> Tensor:
-    """Computes [1, S, h, K], as `by_documents` does, for documents that continue others. Each starts with the final
-    state of the document that it continues, and its convolution with that document's last `before` tokens."""
-    documents, parents, found = layout.documents[0], layout.parents, []
+def _one_by_one(
+    documents: list[Sequence[Tensor]], parents: Sequence[int | None], convolve: Convolve, compute: Compute, before: int
+) -> Iterator[Tensor]:
+    """Yields each document's output. A document that continues another, its parent, starts with that one's final state,
+    and its convolution with that one's last `before` tokens."""
     ends: list[tuple[Sequence[Tensor], list[Any]]] = []  # each document's last tokens and state
-    for i, ((start, stop), parent) in enumerate(zip(documents, parents, strict=True)):
+    for i, (own, parent) in enumerate(zip(documents, parents or [None] * len(documents), strict=True)):
         tail, states = ([], []) if parent is None else ends[parent]
-        own = [x[:, :, start:stop] for x in arrived]
         path = [torch.cat(each, 2) for each in zip(tail, own, strict=True)] if tail else own
-        skipped = path[0].shape[2] - (stop - start)
-        operands = {name: x[:, skipped:] for name, x in convolve(*path).items()}
+        operands = convolve(*path)
+        if tail:
+            operands = {name: x[:, tail[0].shape[2] :] for name, x in operands.items()}
         out, after = compute(operands, states, wants_state=i in parents)
-        found.append(out)
+        yield out
         ends.append(([x[:, :, max(0, x.shape[2] - before) :] for x in path], after) if i in parents else ([], []))
-    out = joined(found, 1)
-    return F.pad(out, (0, 0, 0, 0, 0, layout.length - out.shape[1]))

@@ -2,15 +2,17 @@
 weights. Then one all-reduce produces the loss, or one all-gather of a number per token produces the values."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from seqtile.ops.linear_divergence import linear_divergence
-from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
+from seqtile.ops.linear_log_probs import linear_log_probs
 from seqtile.ops.linear_topk_divergence import linear_topk_divergence
 from seqtile.sp.owners import gathered, summed
 from seqtile.tensor_like import CrossEntropy
@@ -18,33 +20,29 @@ from seqtile.tensor_like import CrossEntropy
 _IGNORED = -100
 
 
-def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """If tokens share hidden states, makes a loss get only the labelled tokens: shared rows are copied, and the loss
-    does not need those of a prompt."""
+def _of_counted(loss: Callable[..., Any], counted: Tensor | None, hidden: Any, along: Any) -> Any:
+    """Returns loss(hidden, along), where `along` holds values of the same tokens. If tokens share hidden states, the
+    loss gets only the counted ones: it copies shared rows, and does not need those of a prompt. Values of other tokens
+    are then zeros."""
+    if counted is None or not hidden.owners.is_shared:
+        return loss(hidden, along)
+    found = loss(hidden[counted], tree_map_only(Tensor, lambda each: each[counted], along))
 
-    def of_labelled(
-        hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
-    ) -> Any:
-        options["ignore_index"] = ignore_index
-        is_plain = not any(isinstance(value, bool) and value for value in options.values())
-        if hidden.owners.rows is None or ignore_index is None or not is_plain:
-            return loss(hidden, weight, target, **options)
-        labelled = target != ignore_index
-        return _among(labelled, loss(hidden[labelled], weight, target[labelled], **options))
+    def scattered(values: Tensor) -> Tensor:
+        return values if values.dim() == 0 else values.new_zeros(counted.shape).masked_scatter(counted, values)
 
-    return of_labelled
+    return tree_map_only(Tensor, scattered, found)
 
 
-def _among(chosen: Tensor, values: Tensor) -> Tensor:
-    """Scatters the values [n] of chosen tokens into all tokens [...], with zeros for others. Returns a scalar
-    unchanged."""
-    return values if values.dim() == 0 else values.new_zeros(chosen.shape).masked_scatter(chosen, values)
+def _labelled(loss: Callable[..., Any], hidden: Any, weight: Tensor, target: Tensor, **options: Any) -> Any:
+    """Returns a loss of labelled tokens. If more is asked for, it may need all tokens."""
+    asks_more = any(isinstance(value, bool) and value for value in options.values())
+    ignored = options.setdefault("ignore_index", _IGNORED)
+    labelled = None if asks_more or ignored is None else target != ignored
+    return _of_counted(partial(loss, weight=weight, **options), labelled, hidden, target)
 
 
-@_only_labelled
-def _cross_entropy(
-    hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
-) -> Any:
+def _cross_entropy(hidden: Any, target: Tensor, weight: Tensor, ignore_index: int | None, **options: Any) -> Any:
     """Computes `linear_cross_entropy`. Means of metrics are computed from sums over ranks."""
     owners, metrics = hidden.owners.by_token(), options.pop("return_metrics", False)
     counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
@@ -77,20 +75,13 @@ def _never_empty(rows: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Te
     return F.pad(rows, (0, 0, 0, 1)), labels.new_full((1, *labels.shape[1:]), ignored), slice(0, 0)
 
 
-@_only_labelled
-def _log_probs(
-    hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
-) -> Any:
+def _log_probs(hidden: Any, target: Tensor, weight: Tensor, ignore_index: int | None, **options: Any) -> Any:
     owners, ignored = hidden.owners.by_token(), _IGNORED if ignore_index is None else ignore_index
     rows, labels, own = _never_empty(hidden.connected_rows(), owners.own(target), ignored)
     if own.stop == 0:  # this rank has none
         ignore_index = ignored
     found = linear_log_probs(rows, weight, labels, ignore_index=ignore_index, **options)
-    log_probs, values = found if isinstance(found, tuple) else (found, None)
-    log_probs = gathered(log_probs[own], owners)
-    if values is None:
-        return log_probs
-    return log_probs, TokenValues(*(None if each is None else gathered(each[own], owners) for each in values))
+    return tree_map_only(Tensor, lambda values: gathered(values[own], owners), found)
 
 
 def _divergence(
@@ -99,33 +90,29 @@ def _divergence(
     if not hasattr(student_hidden, "owners"):  # every rank has the whole student
         return linear_divergence(student_hidden, student_weight, teacher_hidden.whole(), teacher_weight, **options)
 
-    def of_rows(student: Tensor, teacher: Tensor, **options: Any) -> Any:
-        return linear_divergence(student, student_weight, teacher, teacher_weight, **options)
-
-    return _masked(of_rows, student_hidden, (teacher_hidden,), **options)
+    of_rows = partial(linear_divergence, student_weight=student_weight, teacher_weight=teacher_weight)
+    return _masked(of_rows, student_hidden, {"teacher_hidden": teacher_hidden}, **options)
 
 
 def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
-    def of_rows(hidden: Tensor, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
-        return linear_topk_divergence(hidden, weight, ids, log_probs, **options)
-
-    return _masked(of_rows, hidden, (ids, log_probs), **options)
+    of_rows = partial(linear_topk_divergence, weight=weight)
+    return _masked(of_rows, hidden, {"ids": ids, "log_probs": log_probs}, **options)
 
 
-def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...], **options: Any) -> Any:
+def _masked(of_rows: Callable[..., Any], hidden: Any, along: dict[str, Tensor], **options: Any) -> Any:
     """Returns a loss of heads over tokens, without those that a mask excludes."""
     owners, mask = hidden.owners.by_token(), options.pop("mask", None)
-    if mask is not None and hidden.owners.rows is not None:  # copy shared rows only for tokens that count
-        found = _masked(of_rows, hidden[mask], tuple(each[mask] for each in along), **options)
-        return tuple(_among(mask, each) for each in found) if isinstance(found, tuple) else _among(mask, found)
+    if mask is not None and hidden.owners.is_shared:
+        return _of_counted(partial(_masked, of_rows, **options), mask, hidden, along)
     if mask is None:
         mask = torch.ones(owners.shape, dtype=torch.bool, device=hidden.device)
     if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
         options["num_items"] = mask.sum()
     rows, counts, own = _never_empty(hidden.connected_rows(), owners.own(mask), 0)
-    others = [hidden.own(each) for each in along]
-    others = [each if len(each) == len(rows) else each.new_zeros(1, *each.shape[1:]) for each in others]
-    found = of_rows(rows, *others, mask=counts, **options)
+    others = {name: hidden.own(each) for name, each in along.items()}
+    if own.stop == 0:
+        others = {name: each.new_zeros(1, *each.shape[1:]) for name, each in others.items()}
+    found = of_rows(rows, **others, mask=counts, **options)
     loss, entropies = found if isinstance(found, tuple) else (found, None)
     loss = gathered(loss[own], owners) if options.get("reduction") == "none" else summed(loss, owners.sp_group)
     return loss if entropies is None else (loss, gathered(entropies[own], owners))
@@ -137,9 +124,7 @@ def _cross_entropy_of_logits(input: Any, target: Tensor, *args: Any, **kwargs: A
     if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or asked.is_deprecated:
         return F.cross_entropy(input if owners is None else input.whole(), target, *asked)
     counted = target != asked.ignore_index
-    if owners.rows is not None:  # copy shared rows only for labelled tokens
-        return _among(counted, _over_ranks(input[counted], target[counted], asked))
-    return _over_ranks(input, target, asked)
+    return _of_counted(partial(_over_ranks, asked=asked), counted, input, target)
 
 
 def _over_ranks(input: Any, target: Tensor, asked: CrossEntropy) -> Tensor:
@@ -153,8 +138,8 @@ def _over_ranks(input: Any, target: Tensor, asked: CrossEntropy) -> Tensor:
 
 
 LOSSES: dict[Callable, Callable] = {
-    linear_cross_entropy: _cross_entropy,
-    linear_log_probs: _log_probs,
+    linear_cross_entropy: partial(_labelled, _cross_entropy),
+    linear_log_probs: partial(_labelled, _log_probs),
     linear_divergence: _divergence,
     linear_topk_divergence: _topk_divergence,
     F.cross_entropy: _cross_entropy_of_logits,

@@ -13,6 +13,7 @@ If the base model is called by itself, add_layout finds the layout.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,15 +64,17 @@ class ShardingHooks:
         """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
         self.replaced: list[Recurrence | CompressedKeys] = []
         """The replaced functions of layers."""
+        self.is_whole = False
+        """True if the running forward is not cut: it has a cache, or no prefix is shared."""
         base = model.base_model
         for module in given.modules():
             if base in module.modules():  # it may be called by itself
                 setattr(module, SHARDED, self)
         self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
-            model.register_forward_hook(self.finish, with_kwargs=True, prepend=self.takes_whole),
+            model.register_forward_hook(partial(self._if_cut, self.finish), with_kwargs=True, prepend=self.takes_whole),
             model.register_forward_hook(self.forget_layout, always_call=True),
-            base.register_forward_pre_hook(self.add_layout, with_kwargs=True),
+            base.register_forward_pre_hook(partial(self._if_cut, self.add_layout), with_kwargs=True),
             base.register_forward_hook(self.check_layers, with_kwargs=True),
         ]
         for module in model.modules():
@@ -83,11 +86,16 @@ class ShardingHooks:
                 self.replaced.append(module.expand_kv)
             kinds = str(getattr(module, "rope_type", ""))  # a name, or one per type of layer
             if "dynamic" in kinds or "longrope" in kinds:
-                self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
-                self.handles.append(module.register_forward_hook(self.drop_last_position))
+                before, after = (partial(self._if_cut, x) for x in (self.add_last_position, self.drop_last_position))
+                self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self.handles.append(module.register_forward_hook(after))
         self.at_rest = NAME
         """The name of the model's attention between two forwards."""
         self._use_attention()
+
+    def _if_cut(self, hook: Callable[..., Any], *given: Any) -> Any:
+        """Calls a hook, except in a forward that is not cut."""
+        return None if self.is_whole else hook(*given)
 
     def _use_attention(self) -> None:
         self.model.config._attn_implementation = self.at_rest
@@ -164,9 +172,8 @@ class ShardingHooks:
         if positions is None and self.sp_group.size == 1:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         _check_shard(kwargs, *tokens.shape[:2])
-        given = kwargs | {"position_ids": positions}
-        last_position = self._same_batch(tokens, given, batch_hash)
-        layout = layout_of(tokens.shape[1], positions, mask, self.sp_group, self.implementation)
+        last_position = self._same_batch(tokens, kwargs | {"position_ids": positions}, batch_hash)
+        layout = self._layout_of(tokens.shape[1], positions, mask)
         layout.position_ids, layout.mask = positions, mask
         layout.whole_length, layout.last_position = whole_length, last_position
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
@@ -174,6 +181,9 @@ class ShardingHooks:
             if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
                 raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
         return layout
+
+    def _layout_of(self, local: int, positions: Tensor, mask: Tensor | None) -> Layout:
+        return layout_of(local, positions, mask, self.sp_group, self.implementation)
 
     def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
         return check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected, self.choices())

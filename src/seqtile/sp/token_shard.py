@@ -59,14 +59,16 @@ class TokenShard(Tensor):
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
         """Returns function(rows, ...) as values of the same tokens. The function must treat each row by itself; it also
         gets this rank's rows of each tensor [..., *] in `along`."""
-        if not along and not self._shows_few():
-            return shared(function(self._held()), self.owners)
-        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners.by_token())
+        own, owners = self._operands(bool(along))
+        return shared(function(*map(own, (self, *along))), owners)
 
-    def _shows_few(self) -> bool:
-        """Returns whether there are fewer tokens than rows, as in a view of some tokens that share rows."""
-        index = self.owners.own_rows(self.device)
-        return index is not None and len(index) < len(self.rows)
+    def _operands(self, along: bool) -> tuple[Callable[[Tensor], Tensor], Owners]:
+        """Returns what gives this rank's rows of a function's operands, and the owners of the result. Rows that tokens
+        share are computed once, unless an operand has other values for each token (`along`) or few of them are
+        shown."""
+        owners = self.owners
+        shows_few = owners.is_shared and owners.shape.numel() < owners.most * owners.sp_group.size
+        return (self.own, owners.by_token()) if along or shows_few else (TokenShard._held, owners)
 
     def own(self, values: Tensor) -> Tensor:
         """Returns the rows of this rank's tokens, from values [..., *] of the same tokens."""
@@ -80,7 +82,7 @@ class TokenShard(Tensor):
         that share rows, of which only the sum is known."""
         if not self.is_gradient:
             return gathered(self._held(), self.owners)
-        if self.owners.rows is not None:
+        if self.owners.is_shared:
             raise RuntimeError(
                 "of the gradient of hidden states that rows of a batch share only the sum over these rows is known; "
                 "to read that of each, seqtile.restore(model), then seqtile.apply_seqtile(model) again to tile it alone"
@@ -98,7 +100,7 @@ class TokenShard(Tensor):
         """Returns a gradient with the values that it has in one process; returns other values unchanged."""
         if not self.is_gradient:
             return self
-        if self.owners.rows is not None:
+        if self.owners.is_shared:
             self.whole()  # raises
         return TokenShard(self.rows / self.owners.sp_group.size, self.owners)
 
@@ -191,7 +193,7 @@ def shared(rows: Tensor, owners: Owners) -> TokenShard:
 def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
     """Returns the sum, product or quotient of a TokenShard gradient and a gradient or number; None for others."""
     shards = [each for each in operands if isinstance(each, TokenShard)]
-    gradient = next((each for each in shards if each.owners.rows is not None), shards[0])
+    gradient = next((each for each in shards if each.owners.is_shared), shards[0])
     tensors = [each for each in operands if isinstance(each, Tensor) and each.dim()]
     if not gradient.is_gradient or any(each.shape != gradient.shape for each in tensors):
         return None
@@ -226,14 +228,12 @@ def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tenso
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
     mapped = args[:1] if function in _WITH_WEIGHTS else args
     along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
-    own, owners = like.own, like.owners.by_token()
-    if like.owners.rows is not None and not along and not like._shows_few():  # compute shared rows once
-        own, owners = TokenShard._held, like.owners
+    own, owners = like._operands(along)
     of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
     rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]
-    if name == "dropout" and owners.rows is None:  # so that every rank draws equally many random numbers
-        missing = max(map(len, owners.places(like.device))) - len(rows[0])
-        found = function(F.pad(rows[0], (0, 0, 0, missing)), *rows[1:], **kwargs)[: len(rows[0])]
+    if name == "dropout" and not owners.is_shared:  # so that every rank draws equally many random numbers
+        padded = F.pad(rows[0], (0, 0, 0, owners.most - len(rows[0])))
+        found = function(padded, *rows[1:], **kwargs)[: len(rows[0])]
         return shared(found, owners)
     found = shared(function(*rows, **kwargs), owners)
     return found.whole() if name in _REDUCTIONS else found
@@ -252,7 +252,7 @@ def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
     `rows`."""
     owners = like.owners
     if isinstance(gradient, TokenShard) and gradient.is_gradient:
-        return gradient.rows if gradient.owners.rows is not None else owners.summed(gradient.rows, len(like.rows))
+        return gradient.rows if gradient.owners.is_shared else owners.summed(gradient.rows, len(like.rows))
     own = gradient.connected_rows() if isinstance(gradient, TokenShard) else owners.own(gradient)
     return owners.summed(own * owners.sp_group.size, len(like.rows))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -22,7 +22,7 @@ from seqtile.sp.backends import averages_padding, check_has_masks
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import BATCH_HASH, WHOLE_LENGTH, Layout, bits, hash_of
+from seqtile.sp.layout import Layout, bits, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, mask_recipe, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
@@ -74,8 +74,6 @@ class WholeBatches(ShardingHooks):
         """True if the running forward has found that the ranks of the group have the same batch."""
         self.last_of_batch: int | Tensor = 0
         """The largest position of the batch in the text model."""
-        self.is_whole = False
-        """True if the running forward is not cut: it has a cache, or no prefix is shared."""
         self.images: DealtImages | None = None
         AttentionMaskInterface.register(OUTSIDE, mask_recipe)
         if model is not given:
@@ -159,16 +157,11 @@ class WholeBatches(ShardingHooks):
         self.last_batch = tokens.shape[:2].numel(), saved, why
         return None if isinstance(tree, str) else tree
 
-    def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
+    def _layout_of(self, local: int, positions: Tensor, mask: Tensor | None) -> Layout:
         if self.tree is None:
-            return super()._layout(args, kwargs)
-        batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
-        tokens = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
-        if not self.is_alone:
-            self._same_batch(tokens, kwargs, batch_hash)
-        layout = Layout(self.sp_group, tokens.shape[1], (self.tree.documents,), self.implementation)
-        layout.parents, layout.last_position = self.tree.parents, self.tree.last_position
-        layout.position_ids, layout.whole_length = kwargs["position_ids"], whole_length
+            return super()._layout_of(local, positions, mask)
+        layout = Layout(self.sp_group, local, (self.tree.documents,), self.implementation)
+        layout.parents = self.tree.parents
         return layout
 
     def compare_batch(self) -> None:
@@ -180,7 +173,9 @@ class WholeBatches(ShardingHooks):
             self.is_compared = True
 
     def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
-        return self.last_of_batch if self.is_compared else super()._same_batch(tokens, kwargs, batch_hash)
+        is_known = self.is_compared or self.is_alone
+        last_position = self.last_of_batch if is_known else super()._same_batch(tokens, kwargs, batch_hash)
+        return last_position if self.tree is None else self.tree.last_position
 
     def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
         """Replaces masks that were made outside the text model by the padding mask. Returns their recipes, for layers
@@ -230,8 +225,8 @@ class WholeBatches(ShardingHooks):
         if self.tree is not None:
             given, (rows, length) = self.tree.flat(given), (1, len(self.tree.taken))
         local = -(-length // self.sp_group.size)
-        ranks = (torch.arange(length) // local).to(torch.int16)  # each holds `local` consecutive tokens of a row
-        self.owners = Owners(ranks.expand(rows, -1), self.sp_group)
+        ranks = torch.arange(length) // local  # each holds `local` consecutive tokens of a row
+        self.owners = Owners.of_ranks(ranks.expand(rows, -1), self.sp_group)
         for name, value in given.items():
             if name != "input_ids" and (found := self._features(value, given)) is not None:
                 given[name] = found
@@ -242,8 +237,7 @@ class WholeBatches(ShardingHooks):
                     f"{length} tokens; leave the model whole: sp.restore(model)"
                 )
         if self.tree is not None:
-            places = self.tree.places
-            self.owners = Owners((places // local).to(torch.int16), self.sp_group, places % local)
+            self.owners = Owners(self.tree.places, local, self.sp_group)
         return parts_of(given, [self.sp_group.rank], self.sp_group.size, self.batch_hash)[0]
 
     def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
@@ -256,35 +250,17 @@ class WholeBatches(ShardingHooks):
         masks = [mask for mask in others if mask.dtype == torch.bool and mask.shape == self.owners.shape]
         if len(masks) != 1:
             return None
-        ranks = self.owners.ranks.to(masks[0].device)[masks[0]]  # of the masked tokens; waits for the device
-        mine = (ranks == self.sp_group.rank).nonzero().squeeze(1)
-        return [each[mine.to(each.device)] for each in value] if {*map(len, value)} == {len(ranks)} else None
-
-    def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)
-
-    def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return (args, kwargs) if self.is_whole else super().add_last_position(module, args, kwargs)
-
-    def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
-        return output if self.is_whole else super().drop_last_position(module, args, output)
+        masked, _ = self.owners.viewed(lambda tokens: tokens[masks[0]], masks[0].device)  # waits for the device
+        return [masked.own(each) for each in value] if {*map(len, value)} == {*masked.shape} else None
 
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output with hidden states of all tokens, of which each rank holds its own."""
-        if self.is_whole:
-            return output
-        if isinstance(output, tuple):
-            return tuple(self._of_all(each) for each in output)
-        for name, value in list(output.items()):
-            output[name] = self._of_all(value)
-        return output
+        return tree_map_only(Tensor, self._of_all, output)
 
-    def _of_all(self, value: Any) -> Any:
-        """Returns a value of the text model's output; if it is of this rank's tokens, as one of all tokens."""
-        if isinstance(value, tuple):
-            return tuple(map(self._of_all, value))
+    def _of_all(self, value: Tensor) -> Tensor:
+        """Returns a tensor of the text model's output; if it is of this rank's tokens, as one of all tokens."""
         (rows, length), local, owners = self.owners.shape, self.layout.local, self.owners
-        if not isinstance(value, Tensor) or value.dim() < 2:
+        if value.dim() < 2:
             return value
         if self.tree is not None:
             rows, length = 1, local * self.sp_group.size

@@ -42,6 +42,7 @@ def test_sequences_that_ranks_share(pool: Pool, shared: int, tmp_path: Path) -> 
         assert error <= 0.02, f"{name} is {error:.1e} off"  # Adam divides gradients near zero by themselves
 
 
+@pytest.mark.full("8 s")
 @pytest.mark.dist
 @OF_TWO
 def test_fit_on_ranks_with_different_memory(pool: Pool, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_bad_input(pool: Pool, tmp_path: Path) -> None:
         assert printed.count(message) == 1 and [code for code, _ in found] == [1, 1], found
 
 
+@pytest.mark.full("10 s")
 @pytest.mark.dist
 @OF_TWO
 def test_a_rank_that_is_slow(pool: Pool, tmp_path: Path) -> None:
@@ -84,6 +86,7 @@ def test_a_rank_that_is_slow(pool: Pool, tmp_path: Path) -> None:
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= names
 
 
+@pytest.mark.full("10 s")
 @pytest.mark.dist
 @OF_TWO
 def test_no_room_for_the_model(pool: Pool, tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def test_signals(number: int, when: str, job: tuple, tmp_path: Path) -> None:
         assert code == 1 and "pass --resume" in said
 
 
+@pytest.mark.full("7 s", but=("2-2",))
 @pytest.mark.dist
 @pytest.mark.parametrize("pool", [(2, "own")], indirect=True, ids=["2"])
 @pytest.mark.parametrize("shared", [1, 2])

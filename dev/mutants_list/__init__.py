@@ -8,6 +8,7 @@ from mutants_list import (
     ops,
     ops_layer,
     probe,
+    recipes,
     recurrences,
     shared_prefixes,
     sp,
@@ -29,6 +30,7 @@ ROOMS = (
     whole_batches,
     shared_prefixes,
     probe,
+    recipes,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
 

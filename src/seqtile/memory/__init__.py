@@ -44,7 +44,9 @@ def with_features(setup: Setup, *names: str) -> Setup:
     """Returns the setup with these features enabled. Parts that are already offloaded stay offloaded."""
     for name in names:
         changes = FEATURES[name].changes
-        setup = replace(setup, **changes | {"offload": (*changes.get("offload", ()), *setup.offload)})
+        setup = replace(
+            setup, **changes | {"offload": tuple(dict.fromkeys((*changes.get("offload", ()), *setup.offload)))}
+        )
     return setup
 
 

@@ -65,26 +65,26 @@ def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
         raise ValueError(f"{what} cannot be loaded ({why}); {remedy}") from error
 
 
-def load_config(model: str, asked_by: str = "--model", trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Returns the configuration of `model`. Raises ValueError, of the option or argument that asked for it, if neither
-    a path nor the hub has it."""
-    name, options = source(model)
+def load_config(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedConfig:
+    """Returns the configuration of `model`; `options` are those of `from_pretrained`. Raises ValueError, of the option
+    or argument that asked for it, if neither a path nor the hub has it."""
+    name, file = source(model)
     if not Path(name).exists():
         hub_config(name, f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}")
     with read_of(f"{asked_by}: the configuration of {model}"):
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        return AutoConfig.from_pretrained(name, **{"trust_remote_code": False} | file | options)
 
 
-def load_tokenizer(model: str, asked_by: str = "--model", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model`. Raises ValueError if its files cannot be read."""
-    name, options = source(model)
+def load_tokenizer(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of `model`; `options` as above. Raises ValueError if its files cannot be read."""
+    name, file = source(model)
     with read_of(f"{asked_by}: the tokenizer of {model}"):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        return AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False} | file | options)
 
 
 def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedModel:
-    """Returns the model of `source(model)`, its weights in float32, ready to be trained and saved; `options` are others
-    of `from_pretrained`.
+    """Returns the model of `source(model)`, by default with weights in float32, ready to be trained and saved; `options`
+    as above.
 
     Raises ValueError unless the files hold all weights in the shapes that its configuration asks for: transformers
     draws the others at random. Warns if they hold more.
@@ -93,7 +93,8 @@ def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrai
     options = {"dtype": torch.float32, "trust_remote_code": False} | file | options
     if file and hasattr(transformers, "GgufConfig"):  # 5.16 decodes these weights in any case
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    config = load_config(model, asked_by, options["trust_remote_code"])
+    of_config = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    config = load_config(model, asked_by, **of_config)
     options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with read_of(f"{asked_by}: the weights of {model}", "get its files again, config.json too"), quiet():
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)

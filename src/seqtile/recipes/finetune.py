@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import datasets
+import torch
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from peft import PeftModel
@@ -30,7 +31,8 @@ from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
-from seqtile.recipes import check_output, in_brief
+from seqtile.memory.setup import GIB
+from seqtile.recipes import check_output
 from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
 from seqtile.recipes.documents import counted, dataset_of
 from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
@@ -80,11 +82,13 @@ def finetune(arguments: list[str], console: Console) -> int | None:
 
 
 def reported(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, watch: Watch) -> None:
-    """Prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
+    """Merges, prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
     report = report_of(asked, trainer, untiled)
     if asked.own.untiled:
         (place / "report.json").write_text(json.dumps(report))
     elif trainer.is_world_process_zero():
+        if asked.own.merge:
+            merge(asked, trainer, place, watch)
         print_table(report, watch.console)
         try:
             write_figures(place / "report", report, partial(picture, report))
@@ -113,15 +117,16 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     training, model_options = asked.training, asked.model
     if training.use_cpu:
         return_freed_memory()
+    else:  # tensors of other sizes a layer, a chunk and a step do not leave the memory in pieces
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     libraries = peak_mib(training.device.type)
     last = last_checkpoint(asked)
     with watch.console.status("loading"):
-        trust = training.trust_remote_code
-        load_config(model_options.model_name_or_path, trust_remote_code=trust)
-        tokenizer = load_tokenizer(model_options.model_name_or_path, trust_remote_code=trust)
+        source = asked.source()
+        load_config(model_options.model_name_or_path, **source)
+        tokenizer = load_tokenizer(model_options.model_name_or_path, **source)
         rows, others, said = dataset_of(asked, tokenizer)
-        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation}
-        options |= {"revision": model_options.model_revision, "trust_remote_code": trust}
+        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **source}
         if quantization := quantization_of(model_options):
             options |= {"quantization_config": quantization, "device_map": {"": training.device}}
         options |= training.model_init_kwargs or {}
@@ -135,11 +140,7 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
     given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
     given |= {"peft_config": get_peft_config(model_options), "same": same, "watch": watch}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
-    try:
-        trainer = kind(model, training, **given, **extra)
-    except (AttributeError, LookupError, TypeError) as error:
-        expected = "expected text, messages, or a prompt and a completion in every row"
-        raise ValueError(f"--data: TRL cannot take these rows ({in_brief(error)}); {expected}") from error
+    trainer = kind(model, training, **given, **extra)
     say_what_is_left_out(rows, trainer.train_dataset, training.packing, watch)
     tile(asked, trainer, watch, libraries)
     if last is not None:
@@ -167,7 +168,9 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
     length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
     try:
         memory = {"host_memory_gib": host_memory_at_hand()}
-        memory["gpu_memory_gib"] = room(memory["host_memory_gib"] if cpu else gpu_memory_at_hand(), asked.own.margin)
+        loaded = sum(weight.nbytes for weight in trainer.model.parameters()) / GIB  # which a plan counts, too
+        at_hand = memory["host_memory_gib"] + loaded if cpu else gpu_memory_at_hand()
+        memory["gpu_memory_gib"] = room(at_hand, asked.own.margin)
         setup, formula = setup_of(asked, trainer, memory), formula_of(trainer.model.config)
         if asked.own.fit:
             found = choose(formula, setup, length, rows, host=not cpu)
@@ -177,7 +180,7 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
             asked.own = replace(asked.own, fit=False, **chosen)
         plan = formula.predict(setup, length, rows)
         if not asked.own.untiled:  # whose loss is TRL's, not Hugging Face's
-            watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # which CUDA has
+            watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # CUDA's own
     except ValueError:  # there is no formula for its memory
         if asked.own.fit:
             raise
@@ -230,6 +233,8 @@ def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
     """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
     be. Raises OSError if neither can be."""
     main, failed = trainer.is_world_process_zero(), []
+    if trainer.is_fsdp_enabled:  # of shards, which Accelerate asks for by default, no model is saved
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     for attempt in (1, 2):
         place, error = Path(asked.training.output_dir), None
         try:
@@ -237,12 +242,6 @@ def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
                 place = Path(tempfile.mkdtemp(prefix="seqtile-"))
             with written_beside(place / "model") if main else nullcontext(place / "model") as new:
                 trainer.save_model(str(new), _internal_call=True)
-            if asked.own.merge and main:
-                base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype)  # not in 4 bits
-                merged = PeftModel.from_pretrained(base, place / "model").merge_and_unload()
-                with written_beside(place / "merged") as new:
-                    merged.save_pretrained(new)
-                    trainer.processing_class.save_pretrained(new)
         except Exception as raised:  # safetensors has its own; whatever it is, the weights are not to be lost
             error = raised
             failed.append(f"in {place} ({error})")
@@ -252,12 +251,23 @@ def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
     raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 
 
+def merge(asked: Asked, trainer: Tuner, place: Path, watch: Watch) -> None:
+    """Writes the adapter merged into the base, in the base's own dtype, not in 4 bits; says so if that cannot be."""
+    try:
+        base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype, **asked.source())
+        merged = PeftModel.from_pretrained(base, place / "model").merge_and_unload()
+        with written_beside(place / "merged") as new:
+            merged.save_pretrained(new)
+            trainer.processing_class.save_pretrained(new)
+    except Exception as error:  # of memory, a disk or a file; the adapter is saved
+        watch.say(f"note: not merged ({cause(error, place)}); the adapter is in {place / 'model'}")
+
+
 def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | int | None:
     """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; the signal
     that ended it early; None, and says so, if it does not fit. The process ends when this one does."""
-    rest = [argument for argument in arguments if argument != "--compare"]
     with tempfile.TemporaryDirectory() as aside:
-        command = [sys.executable, "-m", "seqtile.cli", "finetune", *rest, "--untiled", "--output", aside]
+        command = [sys.executable, "-m", "seqtile.cli", "finetune", *arguments, "--untiled", "--output", aside]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         with handled(lambda number, frame: process.send_signal(number)):
             code = process.wait()

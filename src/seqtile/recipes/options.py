@@ -20,7 +20,7 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 FREE = (
     *("output_dir", "max_steps", "resume", "compare", "merge", "margin", "fit", "layer", "head_groups", "offload"),
     *("run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
-    *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "train_sampling", "do_", "local_rank"),
+    *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank"),
 )
 """How options begin in which a run that goes on where another was ended may differ from it."""
 
@@ -58,6 +58,7 @@ class OwnOptions:
             ("seed", 0 <= training.seed < 2**32, "at least 0 and less than 2**32", training.seed),
             ("learning-rate", 0 < rate <= 1, "more than 0 and at most 1, AdamW's step of a weight", rate),
             ("head-groups", self.groups == "auto" or not isinstance(self.groups, str), "a number or auto", self.groups),
+            ("hub-strategy", training.hub_strategy == "end", "end, since checkpoints are moved", training.hub_strategy),
             ("margin", 0 <= self.margin < 1, "a share, at least 0 and less than 1", self.margin),
             ("num-train-epochs", 0 < epochs < 2**31, "more than 0", epochs),
             ("per-device-train-batch-size", batch >= 1, "at least 1", batch),
@@ -137,9 +138,15 @@ class Asked:
     script: ScriptArguments
     mixture: DatasetMixtureConfig
 
+    def source(self) -> dict[str, Any]:
+        """Returns what `from_pretrained` is to be told of where a model comes from."""
+        return {"revision": self.model.model_revision, "trust_remote_code": self.training.trust_remote_code}
+
     def same(self, rows: int | None) -> dict[str, Any]:
         """Returns what a run that goes on where another was ended has in common with it, as JSON has it."""
-        parts = asdict(self.model) | self.training.to_dict() | asdict(self.script) | asdict(self.own)
+        parts = (
+            asdict(self.model) | self.training.to_dict() | asdict(self.script) | asdict(self.mixture) | asdict(self.own)
+        )
         parts |= {"rows": rows, "world_size": self.training.world_size}
         return {name: value for name, value in parts.items() if not name.startswith(FREE)}
 
@@ -206,5 +213,7 @@ def parsed(arguments: list[str]) -> Asked:
     if model.dtype is None:
         model.dtype = "bfloat16" if model.use_peft and training.bf16 else "float32"
     own.check(training, model)
+    if training.metric_for_best_model and training.save_total_limit == 1:
+        training.save_total_limit = 2  # the best, and the last to go on from
     source(model.model_name_or_path)
     return asked

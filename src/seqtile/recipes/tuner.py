@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
@@ -42,6 +43,10 @@ class Tuner(SFTTrainer):
 
     beside: str | None = None
     """The directory in which a checkpoint is being written."""
+    failed: str | None = None
+    """Why that could not be on this rank."""
+    saved_at = 0
+    """The step of the last checkpoint."""
 
     def __init__(self, *args: Any, same: dict[str, Any], watch: "Watch", **kwargs: Any):
         self.same, self.watch = same, watch
@@ -63,6 +68,22 @@ class Tuner(SFTTrainer):
                 "smaller --learning-rate, or look at the data"
             )
 
+    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._prepare_dataset(*args, **kwargs)
+        except (AttributeError, LookupError, TypeError) as error:
+            expected = "expected text, messages, or a prompt and a completion in every row"
+            raise ValueError(f"--data: TRL cannot take these rows ({in_brief(error)}); {expected}") from error
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Writes a model on this rank; in a checkpoint notes that it failed, since others wait for the rest of it."""
+        try:
+            super()._save(*args, **kwargs)
+        except Exception as error:
+            if self.beside is None:
+                raise
+            self.failed = cause(error, Path(self.args.output_dir))
+
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.beside or super()._get_output_dir(trial)
 
@@ -72,9 +93,14 @@ class Tuner(SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         check_finite(self.model)
         output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
-        if (output / name).exists():
+        if self.saved_at == self.state.global_step:
             return
-        aside, main, failed = output / f".incomplete-{name}", self.is_world_process_zero(), None
+        aside, main, best = (
+            output / f".incomplete-{name}",
+            self.is_world_process_zero(),
+            self.state.best_model_checkpoint,
+        )
+        self.failed = None
         try:
             self.beside = str(aside)
             if main:
@@ -87,24 +113,25 @@ class Tuner(SFTTrainer):
                 self.state.save_to_json(str(aside / name / "trainer_state.json"))
                 (aside / name / OPTIONS).write_text(json.dumps(self.same), encoding="utf-8")
         except Exception as error:  # safetensors, torch and the system have one each for a full disk
-            failed = cause(error, output)  # a text, since the error's frames hold files open
+            self.failed = cause(error, output)  # a text, since the error's frames hold files open
         finally:
             self.beside = None
-        if of_every_rank(float(failed is not None)).any():
-            failed = failed or "on another rank"
-        elif main:
+        if not of_every_rank(float(self.failed is not None)).any() and main:
             try:
                 (aside / name).replace(output / name)
-                best = {"best_model_checkpoint": self.state.best_model_checkpoint}
-                rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit, **best)
             except OSError as error:
-                failed = in_brief(error)
-        if failed is not None:
-            step = f"step {self.state.global_step} of {self.state.max_steps}"
-            self.watch.say(f"note: no checkpoint after {step} ({failed})")
+                self.failed = cause(error, output)
         if main:
             remove(aside)
-        self.accelerator.wait_for_everyone()
+        if of_every_rank(float(self.failed is not None)).any():
+            self.state.best_model_checkpoint = best
+            step = f"step {self.state.global_step} of {self.state.max_steps}"
+            self.watch.say(f"note: no checkpoint after {step} ({self.failed or 'on another rank'})")
+            return
+        self.saved_at = self.state.global_step
+        if main:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit, best_model_checkpoint=best)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Keeps the dtypes of weights: PEFT loads adapters in float32."""
@@ -127,16 +154,25 @@ class OverRanks(sp.SequenceParallelTrainerMixin, Tuner):
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raises ValueError if a weight is NaN or infinite."""
-    for name, weight in model.named_parameters():
-        if weight.is_floating_point() and not bool(weight.detach().isfinite().all()):
-            raise ValueError(f"{name} holds nan or inf, so it was not saved; train with a smaller --learning-rate")
+    """Raises ValueError, on all ranks alike, if a weight is NaN or infinite."""
+    wrong = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    if of_every_rank(float(bool(wrong))).any():
+        name = wrong[0] if wrong else "a weight on another rank"
+        raise ValueError(f"{name} holds nan or inf, so it was not saved; train with a smaller --learning-rate")
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    """Returns whether what this rank has of a weight, all of it or a shard, is."""
+    weight = getattr(weight, "ds_tensor", weight).detach()  # of ZeRO-3
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    return not weight.is_floating_point() or bool(weight.isfinite().all())
 
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handles signals that end a process by `handler`."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
+    before = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
     finally:

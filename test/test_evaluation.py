@@ -137,11 +137,11 @@ def test_more_tokens_than_a_model_is_configured_for(
 def test_configs_that_tell_no_positions() -> None:
     mamba = nn.Module()
     mamba.config = MambaConfig()
-    assert evaluation._positions(nn.Linear(2, 2)) == evaluation._positions(mamba) == math.inf
+    assert evaluation.positions_of(nn.Linear(2, 2)) == evaluation.positions_of(mamba) == math.inf
     kinds = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
     model = build("gemma3_text")
     model.config.rope_parameters = kinds
-    assert evaluation._positions(with_lora(model, "q_proj")) == 8 * 256
+    assert evaluation.positions_of(with_lora(model, "q_proj")) == 8 * 256
 
 
 def test_how_it_prints() -> None:

@@ -122,7 +122,7 @@ def evaluate(
             "or leave stride out for half of it"
         )
     context = min(context, longest)
-    if context > (most := _positions(model)) and not (dist.is_initialized() and dist.get_rank() > 0):
+    if context > (most := positions_of(model)) and not (dist.is_initialized() and dist.get_rank() > 0):
         logger.warning_once(
             f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
             f"tokens at once: losses of later positions mean little; pass context={most} (--context {most}) or less"
@@ -174,7 +174,7 @@ def _is_ids(given: Any) -> bool:
     return listed and all(isinstance(each, Integral) for each in given)
 
 
-def _positions(model: nn.Module) -> float:
+def positions_of(model: nn.Module) -> float:
     """Returns how many tokens a model is configured for at most, as far as its config tells. Where its RoPE is scaled,
     that may be more than `max_position_embeddings`."""
     config = getattr(model, "config", None)

@@ -114,12 +114,16 @@ def test_an_output_that_held_another_model(pretrained: Path, document: Path, tmp
     tables.write_text('{"text": "a text"}\n')
     (tmp_path / "a1.jsonl").write_text('{"text": "another"}\n' * 3)
     shutil.copytree(pretrained, named)
+    config = json.loads((named / "config.json").read_text())
+    (named / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
     job = ("--model", named, "--steps", 1, "--output", tmp_path / "run")
     code, said = on_rank(*job, "--data", tables, "--use-peft", "--logging-steps", 5)
     assert code == 0 and "data: 1 row of text" in said and report_of(tmp_path / "run")["step"] == [1], said
     (tmp_path / "run" / "model" / "notes.md").write_text("mine")
     code, said = on_rank(*job, "--data", document, "--seq-len", 50)
     assert code == 0 and (tmp_path / "run" / "report.png").exists(), said
+    assert "note: the model is configured for 40 positions at most, and --seq-len is 50" in said
+    assert f"note: the model of an earlier run in {tmp_path / 'run'} will be replaced" in said
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")).__name__ == "LlamaForCausalLM"
     assert (tmp_path / "run" / "model" / "notes.md").read_text() == "mine"
 
@@ -240,6 +244,7 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--gradient-accumulation-steps", 0), "--gradient-accumulation-steps: expected at least 1, got 0"),
         (("--save-every", -1), "--save-every: expected at least 1, or none, got -1"),
         (("--data", broken), "--data: TRL cannot take these rows ('NoneType' object has no attribute"),
+        (("--test-split-size", 0.5), "--test-split-size sets rows aside to evaluate on; pass --eval-strategy"),
         (("--merge",), "--merge merges an adapter, but there is none; pass --use-peft too"),
         (("--load-in-4bit",), "--load-in-4bit: what has few bits is not trained; pass --use-peft too"),
         (("--compare", "--resume"), "--compare does two whole runs"),

@@ -121,6 +121,10 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
         return str(Path(spec.origin).parent), {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     path = Path(os.path.expanduser(model))  # which a shell does not do behind a "="
     on_hub = HUB_NAME.fullmatch(model)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{asked_by}: {path} is an adapter; pass its base model; seqtile evaluate takes it as --adapter"
+        )
     if path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"{asked_by}: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
     if not path.exists() and (on_hub is None or (on_hub[1] and path.parent.is_dir())):

@@ -83,8 +83,7 @@ def load_tokenizer(model: str, asked_by: str = "--model", **options: Any) -> Pre
 
 
 def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedModel:
-    """Returns the model of `source(model)`, by default with weights in float32, ready to be trained and saved; `options`
-    as above.
+    """Returns the model of `source(model)`, ready to be trained and saved, by default in float32; `options` as above.
 
     Raises ValueError unless the files hold all weights in the shapes that its configuration asks for: transformers
     draws the others at random. Warns if they hold more.

@@ -27,6 +27,7 @@ from trl import get_peft_config
 from trl import get_quantization_config as quantization_of
 
 from seqtile import sp
+from seqtile.evaluation import positions_of
 from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, of_every_rank
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
@@ -89,6 +90,8 @@ def reported(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place
     elif trainer.is_world_process_zero():
         if asked.own.merge:
             merge(asked, trainer, place, watch)
+        else:
+            remove(place / "merged")  # of an earlier run
         print_table(report, watch.console)
         try:
             write_figures(place / "report", report, partial(picture, report))
@@ -121,6 +124,8 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     libraries = peak_mib(training.device.type)
     last = last_checkpoint(asked)
+    if last is None and (Path(training.output_dir) / "model").exists():
+        watch.say(f"note: the model of an earlier run in {training.output_dir} will be replaced")
     with watch.console.status("loading"):
         source = asked.source()
         load_config(model_options.model_name_or_path, **source)
@@ -184,6 +189,8 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
     except ValueError:  # there is no formula for its memory
         if asked.own.fit:
             raise
+    if length > (most := positions_of(trainer.model)):
+        watch.say(f"note: the model is configured for {most:,} positions at most, and --seq-len is {length:,}")
     for noisy in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(noisy)
     if not asked.own.untiled:

@@ -215,5 +215,7 @@ def parsed(arguments: list[str]) -> Asked:
     own.check(training, model)
     if training.metric_for_best_model and training.save_total_limit == 1:
         training.save_total_limit = 2  # the best, and the last to go on from
+    if asked.mixture.test_split_size and training.eval_strategy == "no":
+        raise ValueError("--test-split-size sets rows aside to evaluate on; pass --eval-strategy steps or epoch, too")
     source(model.model_name_or_path)
     return asked

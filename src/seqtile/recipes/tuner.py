@@ -190,8 +190,8 @@ class Watch(TrainerCallback):
     """The signal that ended the run."""
     bar: tqdm | None = None
     """Of the steps, once training has begun."""
-    told = False
-    """Whether it has said what is tiled, which the first step shows."""
+    status = ""
+    """What is tiled, as the first step shows."""
 
     def __init__(self, name: str, console: Console, shared_by: int = 1):
         self.name, self.console, self.shared_by, self.predicted = name, console, shared_by, None
@@ -235,9 +235,9 @@ class Watch(TrainerCallback):
         self.steps += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        if self.name == "seqtile" and not self.told:
-            self.told = True
-            self.say(str(seqtile.status(model)))
+        if self.name == "seqtile" and not self.status:
+            self.status = str(seqtile.status(model))
+            self.say(self.status)
         self.bar.update()
         if of_every_rank(float(self.got is not None)).any():
             control.should_save = control.should_training_stop = True

@@ -8,14 +8,14 @@ MUTANTS = (
     Mutant(
         "finetune: a checkpoint is written where it is read",
         "Tuner._get_output_dir",
-        "self.beside or super()._get_output_dir(trial)",
+        "self.incomplete or super()._get_output_dir(trial)",
         "super()._get_output_dir(trial)",
         RESUME,
         select="one_process",
     ),
     Mutant(
         "finetune: options of the earlier run are not compared",
-        "check_same",
+        "check_fixed_options",
         "if name in now and now[name] != before[name]:",
         "if name not in now:",
         RESUME,
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "finetune: a signal while the model is saved ends the run at once",
-        "Watch.note",
+        "Watch.on_signal",
         "if alone and (again or self.bar is None):",
         "if alone:",
         RESUME,

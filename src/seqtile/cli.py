@@ -127,7 +127,7 @@ def finetune(
       --seq-len            tokens of a sequence at most (4096); text files become sequences of exactly so many
       --config             a YAML file with any of these options
     Training
-      --steps              steps in total (default: one pass over the data, or --num-train-epochs)
+      --steps              steps in total (default: --num-train-epochs, one; 4 on the default data)
       --learning-rate      the largest rate (1e-5; 2e-4 for adapters); it rises, then falls by --lr-scheduler-type
       --gradient-accumulation-steps    batches of a step (1)
       --packing            put short rows into one sequence; without FlashAttention its mask is length x length

@@ -45,7 +45,7 @@ def read(loader: sp.ShardedDataLoader, ctx: sp.SequenceParallel) -> Iterator[int
     """Yields each step's sample, assembled from its shards and compared with the whole."""
     for shard in loader:
         names = ("input_ids", "shift_labels", "position_ids")
-        whole, shifted, positions = (torch.cat(gather(shard[name], ctx), 1)[0] for name in names)
+        whole, shifted, positions = (torch.cat(list(gather(shard[name], ctx)), 1)[0] for name in names)
         i = int(shard["name"])
         ids = samples()[i]["input_ids"]
         assert whole[: len(ids)].equal(ids) and shifted[: len(ids) - 1].equal(ids[1:])

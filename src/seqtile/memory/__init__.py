@@ -21,6 +21,8 @@ __all__ += ["ladder", "longest", "plan", "shape_of"]
 
 
 class Feature(NamedTuple):
+    """What saves memory."""
+
     changes: dict[str, Any]
     """Fields of a `Setup`."""
     words: str = ""
@@ -44,9 +46,8 @@ def with_features(setup: Setup, *names: str) -> Setup:
     """Returns the setup with these features enabled. Parts that are already offloaded stay offloaded."""
     for name in names:
         changes = FEATURES[name].changes
-        setup = replace(
-            setup, **changes | {"offload": tuple(dict.fromkeys((*changes.get("offload", ()), *setup.offload)))}
-        )
+        offload = dict.fromkeys((*changes.get("offload", ()), *setup.offload))
+        setup = replace(setup, **changes | {"offload": tuple(offload)})
     return setup
 
 

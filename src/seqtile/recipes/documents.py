@@ -46,8 +46,8 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
             raise ValueError(f"--data: expected files of one kind, got {', '.join(sorted(map(str, paths)))}")
         else:
             with read_of(f"--data: {tables[0]}", "pass a table of one row a line"), TemporaryDirectory() as cache:
-                names = [glob.escape(str(table)) for table in tables]
-                rows = load_dataset(*kinds, data_files=names, split="train", cache_dir=cache, keep_in_memory=True)
+                exact = [glob.escape(str(table)) for table in tables]  # they would be patterns
+                rows = load_dataset(*kinds, data_files=exact, split="train", cache_dir=cache, keep_in_memory=True)
         share = mixture.test_split_size
         found = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
     name, test = script.dataset_train_split, script.dataset_test_split
@@ -59,7 +59,7 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
     rows = found[name]
     columns = rows.column_names or []
     known = ({"messages"}, {"conversations"}, {"input_ids"}, {training.dataset_text_field}, {"prompt", "completion"})
-    if columns and not any(names <= set(columns) for names in known):
+    if columns and not any(each <= set(columns) for each in known):
         expected = "expected messages, prompt with completion, or text"
         raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
     if is_conversational(next(iter(rows), {})) and not (tokenizer.chat_template or training.chat_template_path):

@@ -36,10 +36,10 @@ from seqtile.memory.setup import GIB
 from seqtile.recipes import check_output
 from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
 from seqtile.recipes.documents import counted, dataset_of
-from seqtile.recipes.memory import MIB, peak_mib, return_freed_memory, setup_of
+from seqtile.recipes.memory import MIB, peak_mib, planned_setup, return_freed_memory
 from seqtile.recipes.options import Asked, Parser, parsed
 from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
-from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, cause, check_finite, handled
+from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, cause, check_finite, handling_signals
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
@@ -62,27 +62,31 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     check_output(output)
     watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
     remedy = "--layer, --fit or a shorter --seq-len needs less"
-    with held(output, training.process_index == 0), handled(watch.note), memory_errors("the run needs", remedy):
+    with (
+        locked(output, training.process_index == 0),
+        handling_signals(watch.on_signal),
+        memory_errors("the run needs", remedy),
+    ):
         try:
             untiled = untiled_run(arguments, console) if own.compare else None
             if isinstance(untiled, int):
                 return untiled
-            trainer = trained(asked, watch)
-            place = output if own.untiled else saved(asked, trainer, watch)
+            trainer = train(asked, watch)
+            place = output if own.untiled else save(asked, trainer, watch)
         except KeyboardInterrupt:
-            if watch.got is None:
+            if watch.received is None:
                 raise
-            return watch.got
-        reported(asked, trainer, untiled, place, watch)
+            return watch.received
+        write_results(asked, trainer, untiled, place, watch)
         if place == output and training.push_to_hub:
             training.output_dir = str(output / "model")
             trainer.push_to_hub()
     if place != output:
         raise OSError(f"the model could not be saved in {output}; it is in {place}")
-    return watch.got
+    return watch.received
 
 
-def reported(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, watch: Watch) -> None:
+def write_results(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, watch: Watch) -> None:
     """Merges, prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
     report = report_of(asked, trainer, untiled)
     if asked.own.untiled:
@@ -102,7 +106,7 @@ def reported(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place
 
 
 @contextmanager
-def held(output: Path, main: bool) -> Iterator[None]:
+def locked(output: Path, main: bool) -> Iterator[None]:
     """Holds the output for this run, and raises ValueError if another has it. The lock is the kernel's: a run that was
     killed leaves none."""
     try:
@@ -115,7 +119,7 @@ def held(output: Path, main: bool) -> Iterator[None]:
         yield
 
 
-def trained(asked: Asked, watch: Watch) -> Tuner:
+def train(asked: Asked, watch: Watch) -> Tuner:
     """Returns the trainer after training."""
     training, model_options = asked.training, asked.model
     if training.use_cpu:
@@ -137,17 +141,17 @@ def trained(asked: Asked, watch: Watch) -> Tuner:
         options |= training.model_init_kwargs or {}
         model = load_model(model_options.model_name_or_path, **options)
     watch.say(said)
-    same = asked.same(len(rows) if hasattr(rows, "__len__") else None)
-    check_same(asked, same, last)
+    fixed = asked.fixed_options(len(rows) if hasattr(rows, "__len__") else None)
+    check_fixed_options(asked, fixed, last)
     training.model_init_kwargs, kind, extra = None, Tuner, {}
     if asked.own.sequence_parallel > 1:
         kind, extra = OverRanks, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
     given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
-    given |= {"peft_config": get_peft_config(model_options), "same": same, "watch": watch}
+    given |= {"peft_config": get_peft_config(model_options), "fixed": fixed, "watch": watch}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
     trainer = kind(model, training, **given, **extra)
     say_what_is_left_out(rows, trainer.train_dataset, training.packing, watch)
-    tile(asked, trainer, watch, libraries)
+    prepare(asked, trainer, watch, libraries)
     if last is not None:
         watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
     trainer.train(resume_from_checkpoint=last)
@@ -167,7 +171,7 @@ def say_what_is_left_out(given: Dataset, taken: Dataset, packed: bool, watch: Wa
         watch.say(f"note: {left} left out, with no token to train within --seq-len")
 
 
-def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
+def prepare(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
     """Makes the trainer tile its model when training begins, and show what `watch` does. `libraries`: the MiB that the
     process had before, to which the predicted step comes."""
     length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
@@ -176,7 +180,7 @@ def tile(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
         loaded = sum(weight.nbytes for weight in trainer.model.parameters()) / GIB  # which a plan counts, too
         at_hand = memory["host_memory_gib"] + loaded if cpu else gpu_memory_at_hand()
         memory["gpu_memory_gib"] = room(at_hand, asked.own.margin)
-        setup, formula = setup_of(asked, trainer, memory), formula_of(trainer.model.config)
+        setup, formula = planned_setup(asked, trainer, memory), formula_of(trainer.model.config)
         if asked.own.fit:
             found = choose(formula, setup, length, rows, host=not cpu)
             watch.say(str(found))
@@ -220,11 +224,11 @@ def last_checkpoint(asked: Asked) -> str | None:
     return last
 
 
-def check_same(asked: Asked, same: dict[str, Any], last: str | None) -> None:
+def check_fixed_options(asked: Asked, fixed: dict[str, Any], last: str | None) -> None:
     """Raises ValueError if the last checkpoint is of a run with other options."""
     if last is None:
         return
-    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(same))
+    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(fixed))
     for name in before:
         if name in now and now[name] != before[name]:
             raise ValueError(f"--resume: {name} was {before[name]} and is {now[name]} now; pass the same options")
@@ -236,7 +240,7 @@ def check_same(asked: Asked, same: dict[str, Any], last: str | None) -> None:
         )
 
 
-def saved(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
+def save(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
     """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
     be. Raises OSError if neither can be."""
     main, failed = trainer.is_world_process_zero(), []
@@ -276,7 +280,7 @@ def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | int 
     with tempfile.TemporaryDirectory() as aside:
         command = [sys.executable, "-m", "seqtile.cli", "finetune", *arguments, "--untiled", "--output", aside]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        with handled(lambda number, frame: process.send_signal(number)):
+        with handling_signals(lambda number, frame: process.send_signal(number)):
             code = process.wait()
         file = Path(aside) / "report.json"
         if code == 0 and file.exists():

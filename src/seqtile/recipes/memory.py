@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def setup_of(asked: "Asked", trainer: SFTTrainer, memory: dict[str, float]) -> Setup:
+def planned_setup(asked: "Asked", trainer: SFTTrainer, memory: dict[str, float]) -> Setup:
     """Returns the run as `memory.plan` takes it, tiled as asked. `memory` are sizes of the GPU and the host."""
     own, training, lora = asked.own, asked.training, {}
     if asked.model.use_peft:

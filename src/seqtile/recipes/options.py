@@ -17,7 +17,7 @@ from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, number_or_name, source
 from seqtile.recipes.data import device_of
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
-FREE = (
+MAY_DIFFER = (
     *("output_dir", "max_steps", "resume", "compare", "merge", "margin", "fit", "layer", "head_groups", "offload"),
     *("run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
     *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank"),
@@ -142,13 +142,13 @@ class Asked:
         """Returns what `from_pretrained` is to be told of where a model comes from."""
         return {"revision": self.model.model_revision, "trust_remote_code": self.training.trust_remote_code}
 
-    def same(self, rows: int | None) -> dict[str, Any]:
+    def fixed_options(self, rows: int | None) -> dict[str, Any]:
         """Returns what a run that goes on where another was ended has in common with it, as JSON has it."""
-        parts = (
-            asdict(self.model) | self.training.to_dict() | asdict(self.script) | asdict(self.mixture) | asdict(self.own)
-        )
+        parts = self.training.to_dict()
+        for options in (self.model, self.script, self.mixture, self.own):
+            parts |= asdict(options)
         parts |= {"rows": rows, "world_size": self.training.world_size}
-        return {name: value for name, value in parts.items() if not name.startswith(FREE)}
+        return {name: value for name, value in parts.items() if not name.startswith(MAY_DIFFER)}
 
 
 class Parser(TrlParser):
@@ -207,7 +207,6 @@ def parsed(arguments: list[str]) -> Asked:
         off = dict.fromkeys(("layer", "offload", "fit", "merge", "compare"), False)
         asked.own = own = replace(own, head_groups=None, **off)
         training.push_to_hub, training.save_strategy = False, SaveStrategy.NO
-        training.push_to_hub = False
     if training.learning_rate is None:
         training.learning_rate = LORA_RATE if model.use_peft else FULL_RATE
     if model.dtype is None:

@@ -62,7 +62,7 @@ def report_of(asked: "Asked", trainer: "Tuner", untiled: dict[str, Any] | None) 
     run: dict[str, Any] = {"status": trainer.watch.status}
     run |= {name: [entry[name] for entry in logged] for name in measured}
     return {
-        "options": trainer.same,
+        "options": trainer.fixed,
         "device": asked.training.device.type,
         "runs": {"seqtile": run} if untiled is None else {"untiled": untiled, "seqtile": run},
     }

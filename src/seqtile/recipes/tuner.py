@@ -38,23 +38,23 @@ class Tuner(SFTTrainer):
     """Measures steps, and writes a checkpoint beside its place and renames it once it is whole; if that cannot be, says
     so and trains on.
 
-    `same` are the options that a run which goes on must share.
+    `fixed` are the options that a run which goes on must share.
     """
 
-    beside: str | None = None
+    incomplete: str | None = None
     """The directory in which a checkpoint is being written."""
     failed: str | None = None
     """Why that could not be on this rank."""
     saved_at = 0
     """The step of the last checkpoint."""
 
-    def __init__(self, *args: Any, same: dict[str, Any], watch: "Watch", **kwargs: Any):
-        self.same, self.watch = same, watch
+    def __init__(self, *args: Any, fixed: dict[str, Any], watch: "Watch", **kwargs: Any):
+        self.fixed, self.watch = fixed, watch
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = inputs.get("attention_mask")
-        self.watch.tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        self.watch.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()  # does not wait for a GPU
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -80,12 +80,12 @@ class Tuner(SFTTrainer):
         try:
             super()._save(*args, **kwargs)
         except Exception as error:
-            if self.beside is None:
+            if self.incomplete is None:
                 raise
             self.failed = cause(error, Path(self.args.output_dir))
 
     def _get_output_dir(self, trial: Any = None) -> str:
-        return self.beside or super()._get_output_dir(trial)
+        return self.incomplete or super()._get_output_dir(trial)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL would write one into --output for every checkpoint."""
@@ -95,14 +95,10 @@ class Tuner(SFTTrainer):
         output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
         if self.saved_at == self.state.global_step:
             return
-        aside, main, best = (
-            output / f".incomplete-{name}",
-            self.is_world_process_zero(),
-            self.state.best_model_checkpoint,
-        )
-        self.failed = None
+        aside, main = output / f".incomplete-{name}", self.is_world_process_zero()
+        best, self.failed = self.state.best_model_checkpoint, None
         try:
-            self.beside = str(aside)
+            self.incomplete = str(aside)
             if main:
                 remove(aside)
             self.accelerator.wait_for_everyone()
@@ -111,11 +107,11 @@ class Tuner(SFTTrainer):
                 self.state.best_model_checkpoint = self.state.best_model_checkpoint.replace(str(aside), str(output))
             if main:
                 self.state.save_to_json(str(aside / name / "trainer_state.json"))
-                (aside / name / OPTIONS).write_text(json.dumps(self.same), encoding="utf-8")
+                (aside / name / OPTIONS).write_text(json.dumps(self.fixed), encoding="utf-8")
         except Exception as error:  # safetensors, torch and the system have one each for a full disk
             self.failed = cause(error, output)  # a text, since the error's frames hold files open
         finally:
-            self.beside = None
+            self.incomplete = None
         if not of_every_rank(float(self.failed is not None)).any() and main:
             try:
                 (aside / name).replace(output / name)
@@ -130,8 +126,8 @@ class Tuner(SFTTrainer):
             return
         self.saved_at = self.state.global_step
         if main:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit, best_model_checkpoint=best)
+            kept = {"best_model_checkpoint": self.state.best_model_checkpoint}
+            rotate_checkpoints(str(output), save_total_limit=self.args.save_total_limit, **kept)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Keeps the dtypes of weights: PEFT loads adapters in float32."""
@@ -169,8 +165,8 @@ def _is_finite(weight: torch.Tensor) -> bool:
 
 
 @contextmanager
-def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handles signals that end a process by `handler`."""
+def handling_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Calls `handler` for signals that would end the process."""
     taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
     before = {number: signal.signal(number, handler) for number in taken}
     try:
@@ -186,7 +182,7 @@ class Watch(TrainerCallback):
     `shared_by` is the number of ranks that share a sequence, `predicted` the memory of a step, in MiB.
     """
 
-    got: int | None = None
+    received: int | None = None
     """The signal that ended the run."""
     bar: tqdm | None = None
     """Of the steps, once training has begun."""
@@ -202,13 +198,13 @@ class Watch(TrainerCallback):
         with tqdm.external_write_mode():
             self.console.print(text)
 
-    def note(self, number: int, frame: Any) -> None:
+    def on_signal(self, number: int, frame: Any) -> None:
         """Handles a signal: the step at hand ends before the run does. Before training, and at a second Ctrl-C, raises
         KeyboardInterrupt, but not on ranks, to which torchrun passes on what their terminal has told them already."""
-        again, alone = self.got == number == signal.SIGINT, not dist.is_initialized()
-        if self.got is None and alone and self.bar is not None:
+        again, alone = self.received == number == signal.SIGINT, not dist.is_initialized()
+        if self.received is None and alone and self.bar is not None:
             self.say("interrupted: after this step the model is saved; Ctrl-C again ends it at once")
-        self.got = number
+        self.received = number
         if alone and (again or self.bar is None):
             raise KeyboardInterrupt
 
@@ -216,7 +212,7 @@ class Watch(TrainerCallback):
         """Returns the seconds of a step since the last loss, the tokens per second of all ranks, and the largest peak
         of one."""
         seconds = time.perf_counter() - self.start
-        ranks = of_every_rank(self.tokens, peak_mib(device))
+        ranks = of_every_rank(float(self.tokens), peak_mib(device))
         tokens = ranks[:, 0].sum().item() / self.shared_by
         found = {"step_seconds": seconds / self.steps, "tokens_per_second": tokens / seconds}
         self.tokens = self.steps = 0
@@ -239,9 +235,9 @@ class Watch(TrainerCallback):
             self.status = str(seqtile.status(model))
             self.say(self.status)
         self.bar.update()
-        if of_every_rank(float(self.got is not None)).any():
+        if of_every_rank(float(self.received is not None)).any():
             control.should_save = control.should_training_stop = True
-            self.got = self.got or signal.SIGTERM
+            self.received = self.received or signal.SIGTERM
         last = state.global_step == state.max_steps
         control.should_save |= last and args.save_strategy != "no"
         control.should_log |= last or control.should_save  # a checkpoint keeps no sum of losses

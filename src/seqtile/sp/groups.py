@@ -109,12 +109,13 @@ def _replica_of(mesh: DeviceMesh) -> tuple[int, int] | None:
     return place, replicas
 
 
-def gather(tensor: Tensor, sp_group: SequenceParallel) -> list[Tensor]:
-    """Returns each rank's `tensor`, which must have the same shape on all ranks of the group. Without gradients."""
+def gather(tensor: Tensor, sp_group: SequenceParallel) -> Tensor:
+    """Returns [ranks, *]: each rank's `tensor`, which must have the same shape on all ranks of the group. Without
+    gradients."""
     if sp_group is ALONE:
-        return [tensor.detach()]
-    found = [torch.empty_like(tensor) for _ in range(sp_group.size)]
-    dist.all_gather(found, tensor.contiguous(), group=sp_group.started())
+        return tensor.detach()[None]
+    found = tensor.new_empty((sp_group.size, *tensor.shape))
+    dist.all_gather(list(found), tensor.contiguous(), group=sp_group.started())
     return found
 
 

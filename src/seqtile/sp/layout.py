@@ -121,10 +121,10 @@ def layout_of(
     elif position_ids.ndim == 3:
         first = sp_group.rank * local
         position_ids = torch.arange(first, first + local, device=position_ids.device)[None]
-    positions = torch.cat(gather(position_ids, sp_group), 1)
+    positions = torch.cat(list(gather(position_ids, sp_group)), 1)
     valid = torch.ones_like(positions, dtype=torch.bool)
     if mask is not None:
-        valid = torch.cat(gather(mask.to(torch.uint8), sp_group), 1).bool()
+        valid = torch.cat(list(gather(mask.to(torch.uint8), sp_group)), 1).bool()
     rows = documents_of(*torch.broadcast_tensors(positions, valid))
     if mask is not None and any(len(row) > 1 for row in rows):
         raise ValueError(
@@ -209,7 +209,7 @@ def check_same_batch(
     way = zlib.crc32(repr(sorted(choices.items())).encode())
     numbers = (way, sizes, 0 if items is None else items, last, own)  # on the host and the device: one wait for all
     mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
-    ranks = torch.stack(gather(mine, sp_group)).tolist()
+    ranks = gather(mine, sp_group).tolist()
     ways = {rank.pop(0) for rank in ranks}
     shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]
     wrong = None

@@ -84,8 +84,7 @@ class Owners:
         """Returns the values [..., *] of all tokens from each rank's rows. One all-gather; not differentiable."""
         own, missing = rows.detach(), self.most - len(rows)
         own = F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own
-        parts = gather(own, self.sp_group)
-        return (torch.cat(parts) if len(parts) > 1 else own)[self.on(own.device)[0]]
+        return gather(own, self.sp_group).flatten(0, 1)[self.on(own.device)[0]]
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
         """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view (None for all in

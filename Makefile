@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 	touch $@
 
 demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, compare, and evaluate; LONG=1: on 8,192 tokens
-	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
+	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,3584) --steps 2 --output runs/demo
 	@echo "A document that was not trained on, before and after:"
 	$(BIN)/seqtile evaluate smollm2-135m docs/quickstart.md
 	$(BIN)/seqtile evaluate runs/demo/model docs/quickstart.md --output runs/demo

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 import seqtile
 from models.layered import assert_equal, whole
-from seqtile.models.lazy_logits import LazyGradient, LazyLogits, lazy_logits
-from seqtile.models.logits_recipe import LogitsRecipe
+from seqtile.models.logits.lazy import LazyGradient, LazyLogits, lazy_logits
+from seqtile.models.logits.recipe import LogitsRecipe
 from support.assertions import relative_error, unread
 from support.measure import FlopCount, LiveBytes
 from support.tiny import batch_of, build, loss_and_gradients, tiled_copy
@@ -108,7 +108,7 @@ def test_a_forward_of_a_sharded_heads_own() -> None:
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), nullcontext])
 def test_hooks_read_gradients_whatever_was_on_when_this_was_imported(mode: Callable) -> None:
-    spec = importlib.util.find_spec("seqtile.models.lazy_logits")
+    spec = importlib.util.find_spec("seqtile.models.logits.lazy")
     module = importlib.util.module_from_spec(spec)
     with mode():
         spec.loader.exec_module(module)

@@ -14,11 +14,12 @@ from transformers.utils import can_return_tuple
 
 import seqtile
 from models.layered import in_groups, tiled_copy, whole
-from seqtile.models import base_model, mlp
-from seqtile.models import layer as layers
-from seqtile.models.logits_recipe import LogitsRecipe
-from seqtile.models.loss import _cross_entropy as tiled_cross_entropy
-from seqtile.ops.reduction import divided
+from seqtile.models.forward import cache as base_model
+from seqtile.models.forward import layer as layers
+from seqtile.models.forward import mlp
+from seqtile.models.forward.loss import _cross_entropy as tiled_cross_entropy
+from seqtile.models.logits.recipe import LogitsRecipe
+from seqtile.ops.head.reduction import divided
 from support.assertions import relative_error, unread
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, config_of

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.declared import tokenwise
-from seqtile.models.forms import unbound
+from seqtile.models.functions import unbound
 from seqtile.models.hooks import each_hook, hooks_of
 from seqtile.models.known import CALLED, UNKNOWN
 from seqtile.models.placement import placement_of

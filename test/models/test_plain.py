@@ -26,7 +26,6 @@ from models.test_paths import PROJECTIONS, lora
 from seqtile.models.forward.loss import head_unfused_reason
 from seqtile.models.forward.mlp import mlp_unfused_reason
 from seqtile.models.placement import original_forward
-from seqtile.models.read import read_projection
 from seqtile.models.recognise import gated_form
 from support.assertions import relative_error
 from support.choice import every_value
@@ -340,16 +339,3 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     torch._dynamo.reset()
     asking, x = Asking(), torch.ones(2)
     assert torch.compile(asking, backend="eager", fullgraph=True)(x)[1] == asking(x)[1]
-
-
-def with_a_hook(module: nn.Module) -> nn.Module:
-    module.register_forward_hook(lambda *_: None)
-    return module
-
-
-@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Bilinear(2, 2, 2), lambda: with_a_hook(nn.Linear(2, 2))])
-def test_what_is_no_plain_projection_is_not_read(make: Callable[[], nn.Module]) -> None:
-    """Also where Python runs without assertions."""
-    module = make()
-    with pytest.raises(ValueError, match=r"q_proj (is a|has hooks).*: expected the plain projection"):
-        read_projection("q_proj", module)

@@ -166,6 +166,11 @@ def records_attentions() -> bool:
     return any("attentions" in name for name in _active_collector.get() or ())
 
 
+def recorded_names() -> list[str]:
+    """Returns the names under which Hugging Face is recording outputs of modules inside layers."""
+    return [name for name in _active_collector.get() or () if not name.lstrip("_").startswith("hidden_states")]
+
+
 def recording(collected: dict[str, list] | None) -> AbstractContextManager[None]:
     """Makes Hugging Face record outputs into `collected`; None: nowhere."""
     if _active_collector.compiling:  # it holds the dict while a compiled model runs
@@ -191,8 +196,7 @@ def call_with_further_outputs(
         rows: B, the sequences in a batch.
         chunk_tokens: tokens of a chunk.
     """
-    collected = _active_collector.get()
-    names = [name for name in collected or () if not name.lstrip("_").startswith("hidden_states")]
+    collected, names = _active_collector.get(), recorded_names()
     form, own = _Form(modules.name), []
 
     def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -167,8 +167,8 @@ def placement_of(function: Callable | None) -> Placement | None:
 
 def original_forward(owner: Owner) -> Callable:
     """Returns the forward that the tiled forward at `owner` replaced, or the current forward if none is tiled."""
-    placement = placement_at(owner)
-    return placement.original if placement else current_forward(owner)
+    placement = placement_of(forward := current_forward(owner)) or placement_at(owner)
+    return placement.original if placement else forward
 
 
 def computed_forward(owner: Owner) -> Callable:
@@ -216,6 +216,8 @@ def current_forward(owner: Owner) -> Any:
     """Returns the function that runs as the owner's forward. Hugging Face wraps the forward of every subclass of a
     decoder layer, such as FSDP2's, to checkpoint it; a tiled forward inside that wrapper is found too."""
     forward = own_forward(owner) or getattr(_type_of(owner), "forward", None)  # what torch.jit traces has none
+    if placement_of(forward) is not None:
+        return forward
     tiled = decorated(forward)
     return tiled if placement_of(tiled) is not None else forward
 

@@ -8,7 +8,7 @@ never only by a name. Any other module runs as it is, chunk by chunk, see `chunk
 An active TorchDispatchMode does not prevent reading: it sees each operation here too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ from transformers.activations import GELUTanh, SiLUActivation
 from seqtile.declared import is_declared
 from seqtile.models.functions import defining_path, is_one_of, named
 from seqtile.models.hooks import each_hook, is_harmless
-from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
+from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, reader_of, seen_weight
 from seqtile.ops.checks import DTYPES
-from seqtile.ops.linear import Projection
+from seqtile.ops.linear import Projection, QuantizedWeight
 
 _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}  # by their names in `gated_mlp`
 _DEEPSPEEDS = "deepspeed.runtime.zero.linear.zero3_linear_wrap"  # replaces torch's under ZeRO-3
@@ -142,24 +142,24 @@ class LoraLinear(NamedTuple):
     a: nn.Linear | None = None
     b: nn.Linear | None = None
     scale: float = 1.0
+    read_quantised: Callable[[nn.Linear], QuantizedWeight] | None = None
+    """Reads the base layer's weight, if it is stored in fewer bits."""
+    name: str = ""
+    """Its name in errors."""
+
+    def read(self) -> Projection:
+        """Returns the whole tensors; looks at nothing else. Raises ValueError if they are sharded at present. Under
+        ZeRO-3 each call is a collective."""
+        base, a, b, scale, read_quantised, name = self
+        quantized = None if read_quantised is None else read_quantised(base)
+        weight = _whole(name, base.weight) if quantized is None else None
+        adapter = () if a is None else (_whole(name, a.weight), _whole(name, b.weight), scale)
+        return Projection(weight, base.bias, *adapter, quantized=quantized)
 
 
-def read_projection(name: str, module: nn.Module) -> Projection:
-    """Returns the whole tensors of a readable projection.
-
-    Raises ValueError if they are sharded at present, or if it is not readable. Under ZeRO-3 each call is a collective.
-    """
-    layers = split_lora(module)
-    if isinstance(layers, str):
-        raise ValueError(
-            f"{name} {layers}: expected the plain projection that it was when the forward of its layer began; change "
-            "modules and hooks between forwards only"
-        )
-    base, a, b, scale = layers
-    quantized = quantized_weight_of(base)
-    weight = _whole(name, base.weight) if quantized is None else None
-    adapter = () if a is None else (_whole(name, a.weight), _whole(name, b.weight), scale)
-    return Projection(weight, base.bias, *adapter, quantized=quantized)
+def linears_of(module: nn.Module, names: Iterable[str]) -> tuple[LoraLinear, ...]:
+    """Returns the projections of a module that is fused, by their names there."""
+    return tuple(split_lora(getattr(module, name), name) for name in names)
 
 
 def projection_unfused_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:
@@ -205,18 +205,18 @@ def leaves_of(*modules: nn.Module) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in found}.values())
 
 
-def split_lora(module: Any) -> LoraLinear | str:
+def split_lora(module: Any, name: str = "") -> LoraLinear | str:
     """Returns the layers of a plain linear layer, or of a plain LoRA over one. For another module says what it is."""
     if _is_lora(module):
-        return _lora_layers(module)
+        return _lora_layers(module, name)
     for each in (one for parts in module.parametrizations.values() for one in parts) if is_parametrized(module) else ():
         if type(each) not in PARAMETRIZATIONS and not is_declared(each):  # reading the weight would call it
             return f"has a weight that {named(each)} computes"
     if not is_quantised(module):
-        return linear_unfused_reason(module) or LoraLinear(module)
+        return linear_unfused_reason(module) or LoraLinear(module, name=name)
     calls_linear = type(module).forward is nn.Linear.forward  # torchao's: the weight's class does the rest
     reason = decoding_reason(module) or (linear_unfused_reason if calls_linear else module_unfused_reason)(module)
-    return reason or LoraLinear(module)
+    return reason or LoraLinear(module, read_quantised=reader_of(module), name=name)
 
 
 def _is_lora(module: Any) -> bool:
@@ -224,7 +224,7 @@ def _is_lora(module: Any) -> bool:
     return is_one_of(type(module), _LORAS)
 
 
-def _lora_layers(module: Any) -> LoraLinear | str:
+def _lora_layers(module: Any, name: str) -> LoraLinear | str:
     """Returns the layers of a plain LoRA of PEFT's: no dropout, at most one active adapter, not merged and disabled."""
     if defining_path(type(module).forward) not in (
         "peft.tuners.lora.layer.Linear.forward",
@@ -233,7 +233,7 @@ def _lora_layers(module: Any) -> LoraLinear | str:
         return f"is a {named(type(module))}, whose forward was replaced"
     if (reason := module_unfused_reason(module)) is not None:
         return reason
-    base = split_lora(module.base_layer)
+    base = split_lora(module.base_layer, name)
     if isinstance(base, str):
         return f"is a LoRA adapter whose base layer {base}"
     if base.a is not None:
@@ -266,7 +266,7 @@ def _adapted(base: LoraLinear, module: Any, name: str) -> LoraLinear | str:
         return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
     if (reason := module_unfused_reason(dropout)) is not None:
         return f"has a LoRA adapter whose dropout {reason}"
-    return LoraLinear(base.base, a, b, scale)
+    return base._replace(a=a, b=b, scale=scale)
 
 
 def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:

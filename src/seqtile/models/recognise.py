@@ -39,7 +39,12 @@ class Gated(NamedTuple):
     module: str | None
     """The activation, a submodule of the MLP; None if the forward names a function."""
     activation: str | None = None
-    """The name of that function in `gated_mlp`."""
+    """The activation's name in `gated_mlp`; None where a submodule says it."""
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The names of gate, up, unless gate contains it, and down."""
+        return (self.gate, self.down) if self.up is None else (self.gate, self.up, self.down)
 
 
 _HALF = "self.gate(x).chunk(2, dim=-1)"
@@ -86,6 +91,8 @@ class AttentionForm(NamedTuple):
     """It has norms of queries and keys, shared by all heads."""
     rotary_switch: str | None = None
     """Its attribute that says whether it has a rotary embedding."""
+    eager: Any = None
+    """Hugging Face's eager attention in its file."""
 
 
 class LayerForm(NamedTuple):
@@ -124,7 +131,8 @@ def layer_form_of(layer: nn.Module) -> LayerForm | str:
     names = forward.__globals__
     if names.get("ALL_ATTENTION_FUNCTIONS") is not ALL_ATTENTION_FUNCTIONS:
         return "its attention looks its function up in a table of its own"
-    return LayerForm(attentions[attention_source], layers[source])
+    form = attentions[attention_source]._replace(eager=names["eager_attention_forward"])
+    return LayerForm(form, layers[source])
 
 
 def is_llamas_rotary(function: Any) -> bool:

@@ -110,7 +110,7 @@ class _MadeOf:
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *map(vars, self._inside)]
-        attributes = chain(*(map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS)))
+        attributes = chain(*[map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS)])
         children = chain(*map(dict.values, self._children))
         now = [type(model), *map(type, self._inside), *attributes, *children]
         if self._with_declared:

@@ -5,7 +5,7 @@
     3. each chunk   forward(x) whose attention function returns the chunk of attn_output ──> output of the chunk
 
 For layers that call Hugging Face's attention function once and compute everything else token by token. Step 3 projects
-queries, keys and values once more.
+queries, keys and values once more; of a layer of Llama's shape it runs attention's output projection alone.
 
 The layer gets, besides its hidden states,
 
@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from seqtile.models.chunked import InChunks, call_in_chunks, call_with_further_outputs, recording
+from seqtile.models.chunked import InChunks, call_in_chunks, call_with_further_outputs, recorded_names, recording
 from seqtile.models.forward.attention_masks import check_attention
 from seqtile.models.placement import computed_forward
 from seqtile.models.recognise import source_of
-from seqtile.ops.state import having
+from seqtile.ops.state import Overridden, having
 from seqtile.renamed import CACHE_NAMES, cache_in
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
@@ -100,15 +100,17 @@ def call_layer_in_chunks(
     hidden: torch.Tensor,
     given: dict[str, Any],
     chunk_tokens: int | None,
+    is_llamas: bool = False,
 ) -> Any:
     """Returns forward(layer, hidden, **given), chunk by chunk around its attention. `hidden` is [B, S, D], or of
-    several streams [B, S, N, D] or [N, B, S, D]. Given a cache it is called without gradients."""
+    several streams [B, S, N, D] or [N, B, S, D]. `is_llamas`: the layer has Llama's shape. Given a cache, any other is
+    called without gradients."""
     _install_look_up()
     if isinstance(cache := cache_in(given), Cache):
         of_chunks = _CacheOfChunks(cache)
         try:
             cached = given | {name: of_chunks for name in CACHE_NAMES if given.get(name) is cache}
-            return call_layer_in_chunks(layer, modules, forward, hidden, cached, chunk_tokens)
+            return call_layer_in_chunks(layer, modules, forward, hidden, cached, chunk_tokens, is_llamas)
         except (_CacheIsRead, ValueError) as error:
             if of_chunks.is_filled:  # another run would add keys and values once more
                 raise ValueError(
@@ -117,7 +119,7 @@ def call_layer_in_chunks(
             return forward(layer, hidden, **given)
     axis = _token_axis(layer, hidden, given)
     rows, length = hidden.shape[axis - 1 : axis + 1]
-    call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length), cache)
+    call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length), cache, is_llamas)
     inputs = (hidden.movedim(axis, 1), *call.arguments.tensors)
     made = call_in_chunks(call.before_attention, modules, *inputs, chunk_tokens=chunk_tokens, dim=1, used_alone=True)
     heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
@@ -157,8 +159,8 @@ class LayerArguments:
         for (i, axis), piece in zip(self._axes.items(), pieces, strict=True):
             leaves[i] = piece.squeeze(-1) if self._leaves[i].dim() == 2 else piece.movedim(1, axis)
         wholes = {id(leaf): whole for leaf, whole in zip(leaves, self._leaves, strict=True)}
-        in_dicts = tree_leaves([dict(leaf) for leaf in leaves if isinstance(leaf, MutableMapping)])
-        wholes |= {id(leaf): leaf for leaf in in_dicts}
+        if dicts := [dict(leaf) for leaf in leaves if isinstance(leaf, MutableMapping)]:
+            wholes |= {id(leaf): leaf for leaf in tree_leaves(dicts)}
         return ChunkArguments(tree_unflatten(leaves, self._spec) | self._rest, wholes)
 
 
@@ -167,7 +169,6 @@ class ChunkArguments:
 
     def __init__(self, given: dict[str, Any], wholes: dict[int, Any]):
         self.given, self._wholes = given, wholes
-        self._before = {name: dict(_parts_of(value)) for name, value in given.items() if name not in _WHOLE}
 
     def whole_of(self, tensor: Any) -> torch.Tensor | None:
         """Returns the whole sequence's tensor from which `tensor` was cut; None for any other tensor."""
@@ -184,10 +185,15 @@ class ChunkArguments:
             found[name] = value
         return found
 
-    def written(self) -> dict[str, dict[Any, Any]]:
-        """Returns what the layer has put into dicts that it got. Raises ValueError if it changed anything else."""
+    def contents(self) -> dict[str, dict[tuple, Any]]:
+        """Returns what the arguments hold, by their names: each part with its path."""
+        return {name: dict(_parts_of(value)) for name, value in self.given.items() if name not in _WHOLE}
+
+    def written(self, contents: dict[str, dict[tuple, Any]]) -> dict[str, dict[Any, Any]]:
+        """Returns what the layer has put into dicts that it got, given the `contents` before. Raises ValueError if it
+        changed anything else."""
         found: dict[str, dict[Any, Any]] = {}
-        for name, before in self._before.items():
+        for name, before in contents.items():
             value, after = self.given[name], dict(_parts_of(self.given[name]))
             changed = [path for path in before | after if before.get(path, self) is not after.get(path, self)]
             put = [path[0] for path in changed if len(path) == 1 and path in after]
@@ -234,8 +240,11 @@ class _LayerCall:
     """Found by the first chunk before attention, as are `module`, `mask` and `options`: the model's attention function,
     and what it is given besides queries, keys and values."""
 
-    def __init__(self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments, cache: Any):
+    def __init__(
+        self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments, cache: Any, is_llamas: bool
+    ):
         self.layer, self.forward, self.axis, self.arguments = layer, forward, axis, arguments
+        self.projects_again = not is_llamas or bool(recorded_names())
         self.module: nn.Module | None = None
         self.cache = cache
 
@@ -261,7 +270,7 @@ class _LayerCall:
 
         try:
             with recording(None):
-                self._run(hidden, chunk, instead)
+                self._run(hidden, chunk, instead, self.layer)
         except _Reached:
             return tuple(made)
         except RuntimeError as error:  # of an attention that computes all itself
@@ -289,11 +298,17 @@ class _LayerCall:
             heads.extend((dict(zip(_HEADS, tensors, strict=False)) | options)[name] for name in _HEADS)
             return attn_output.contiguous(), None
 
-        output = self._run(hidden, chunk, lambda found: attended)
+        layer, contents = self.layer, {}
+        if self.projects_again:
+            contents = chunk.contents()
+        else:  # it is given no dicts of its own, and attention's output is known
+            output_projection = layer.self_attn.o_proj
+            layer = Overridden(layer, self_attn=lambda *_, **__: (output_projection(attn_output.flatten(2)), None))
+        output = self._run(hidden, chunk, lambda found: attended, layer)
         states, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(states, torch.Tensor):
             raise ValueError(f"a {type(self.layer).__name__} returns a {type(states).__name__}; apply with layer=False")
-        written, self._spec = tree_flatten(chunk.written())
+        written, self._spec = tree_flatten(chunk.written(contents))
         known = [next((i for i, head in enumerate(heads) if head is part), chunk.whole_of(part)) for part in written]
         self._known = known
         further = [part if whole is None else None for part, whole in zip(written, known, strict=True)]
@@ -306,9 +321,9 @@ class _LayerCall:
         parts = [part if whole is None else whole for part, whole in zip(further, known, strict=True)]
         return tree_unflatten(parts, self._spec)
 
-    def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, instead: Callable) -> Any:
+    def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, instead: Callable, layer: Any) -> Any:
         with having(_instead, instead):
-            return self.forward(self.layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
+            return self.forward(layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
 
 
 def _by_token(name: str, heads: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 A layer of Llama's shape runs a norm, attention, a norm and a gated MLP in sequence. If its modules compute only what
 their classes define, the layer is fused: `seqtile.ops.decoder_layer` computes it from its weights. Otherwise the layer
-is chunked: its modules run in chunks, and the backward also recomputes the q, k, v and down projections. A layer of any
-other shape runs in chunks around its attention, see around_attention.py.
+runs in chunks around its attention, as a layer of any other shape does, see around_attention.py; the backward also
+recomputes the q, k, v and down projections.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +16,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from seqtile.models.chunked import InChunks, call_with_further_outputs, records_attentions
+from seqtile.models.chunked import InChunks, records_attentions
 from seqtile.models.find import are_experts, mlps_in, positional_of
 from seqtile.models.forward.around_attention import any_layer_refusal, call_layer_in_chunks
 from seqtile.models.forward.attention_masks import check_attention
-from seqtile.models.forward.mlp import activation_of, mlp_size_of, mlp_unfused_reason, read_mlp, sparsity_of
+from seqtile.models.forward.mlp import fused_form, mlp_size_of, mlp_unfused_reason, sparsity_of
 from seqtile.models.forward.norm import norm_unfused_reason, read_norm
 from seqtile.models.known import unknown_in
 from seqtile.models.placement import Options, computed_forward, original_forward
 from seqtile.models.read import (
     call_unfused_reason,
     check_untransformed,
+    linears_of,
     module_call_reason,
     module_unfused_reason,
     process_unfused_reason,
     projection_unfused_reason,
-    read_projection,
 )
 from seqtile.models.recognise import LayerForm, gated_form, is_llamas_rotary, layer_form_of
 from seqtile.models.sharded import gathered, is_sharded
@@ -45,6 +45,7 @@ from seqtile.renamed import cache_in, without_cache
 from seqtile.rules import number_of_groups
 
 logger = logging.get_logger(__name__)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
 
 
@@ -86,7 +87,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             if records_attentions and not _FORWARD_CHECKPOINTS:
                 _check_not_checkpointed(self)
             if verdict.sharded and verdict.how == "fused":
-                _params_of(verdict.form, self)  # as when tiled: ZeRO-3 records in the first forward what a layer reads
+                _params_of(verdict, self)  # as when tiled: ZeRO-3 records in the first forward what a layer reads
             return inner(self, hidden, **given)
         if (cached := cache_in(given) is not None) and verdict.form is None and torch.is_grad_enabled():
             return inner(self, hidden, **given)  # gradients may flow through the cache
@@ -140,10 +141,11 @@ def _compute(
         check_head_groups(layer, verdict, options)
     if not layer.gradient_checkpointing:
         _note_that_all_is_kept(layer, verdict, options, hidden)
-    if verdict.form is not None:
+    if verdict.how == "fused" and (cache is None or not torch.is_grad_enabled()):  # gradients may flow through a cache
         return _llama_layer(verdict, options, layer, hidden, cache, **without_cache(given))
     chunk_tokens = mlp_chunk_tokens(options.chunk_tokens, hidden, verdict.mlp_size, verdict.sparsity)
-    return call_layer_in_chunks(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
+    modules = verdict.in_chunks[0] if verdict.in_chunks else InChunks(layer=layer)
+    return call_layer_in_chunks(layer, modules, inner, hidden, given, chunk_tokens, is_llamas=verdict.form is not None)
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
@@ -178,20 +180,16 @@ def _llama_layer(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Computes the output [B, S, D] of a layer of Llama's shape."""
-    attention, form, is_fused = layer.self_attn, verdict.form, verdict.how == "fused"
-    if is_fused and cache is not None and torch.is_grad_enabled():
-        is_fused = False  # gradients may flow through the cache
+    attention, form = layer.self_attn, verdict.form
     attend, sp_attention, extra_tensors = _attention(form, attention, attention_mask, cache, kwargs)
     switch = form.attention.rotary_switch
     rotary = position_embeddings if switch is None or getattr(attention, switch) else None
     scale = getattr(layer, form.residual_scale) if form.residual_scale else 1.0
-    if not is_fused:
-        return _chunked_layer(verdict, layer, hidden, rotary, attend, scale, options.chunk_tokens)
     grouped = None if cache is not None else options.head_groups
     groups = groups_of(attention, grouped, 1 if sp_attention is None else sp_attention.ranks)
     return decoder_layer(
         hidden,
-        _params_of(form, layer),
+        _params_of(verdict, layer),
         rotary,
         attend,
         head_dim=attention.head_dim,
@@ -199,27 +197,28 @@ def _llama_layer(
         sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
         allow_recompute=grouped != "auto" or is_trial(),  # for a few tokens a mask is larger than the heads
         extra_tensors=extra_tensors,
-        activation=activation_of(layer.mlp, form.mlp),
+        activation=form.mlp.activation,
         scale=scale,
         chunk_tokens=options.chunk_tokens,
     )
 
 
-def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
+def _params_of(verdict: Verdict, layer: nn.Module) -> LayerParams:
     """Reads the parameters in the order in which an untiled layer uses them, because each read is a collective under
     ZeRO-3."""
-    attention = layer.self_attn
+    attention, has_head_norms = layer.self_attn, verdict.form.attention.head_norms
+    q, k, v, o, *mlp = verdict.linears
     return LayerParams(
         AttentionParams(
             read_norm(layer.input_layernorm),
-            read_projection("q_proj", attention.q_proj),
-            read_norm(attention.q_norm) if form.attention.head_norms else None,
-            read_projection("k_proj", attention.k_proj),
-            read_norm(attention.k_norm) if form.attention.head_norms else None,
-            read_projection("v_proj", attention.v_proj),
-            read_projection("o_proj", attention.o_proj),
+            q.read(),
+            read_norm(attention.q_norm) if has_head_norms else None,
+            k.read(),
+            read_norm(attention.k_norm) if has_head_norms else None,
+            v.read(),
+            o.read(),
         ),
-        MLPParams(read_norm(layer.post_attention_layernorm), *read_mlp(layer.mlp, form.mlp)),
+        MLPParams(read_norm(layer.post_attention_layernorm), *[linear.read() for linear in mlp]),
     )
 
 
@@ -232,8 +231,7 @@ def _attention(
     if form.attention.windows:
         of_model = getattr(attention.config, "sliding_window", None)
         options["sliding_window"] = getattr(attention, "sliding_window", of_model)
-    eager = computed_forward(attention).__globals__["eager_attention_forward"]
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, form.attention.eager)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
@@ -270,23 +268,17 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
         form = module_call_reason() or (f"its attention {changed}" if changed else form)
     reason = form if isinstance(form, str) else next(filter(None, _reasons(form, layer, dtype)), None)
     if reason is None:
-        return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
+        mlp = fused_form(layer.mlp, gated_form(original_forward(layer.mlp)))
+        linears = linears_of(layer.self_attn, _PROJECTIONS) + linears_of(layer.mlp, mlp.projections)
+        return Verdict("fused", form=form._replace(mlp=mlp), linears=linears)
     if (unknown := unknown_in(layer)) is not None:
         return left_untiled(layer, unknown)
     of_llama = form if isinstance(form, LayerForm) else None
     if of_llama is None and (refusal := any_layer_refusal(layer)) is not None:
         return Verdict("untiled", f"{reason}, and {refusal}", tileable=False)
-    in_chunks = (InChunks(layer=layer),) if of_llama is None else _called_parts(layer)
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
-    return Verdict("chunked", reason, form=of_llama, sparsity=sparsity, in_chunks=in_chunks)
-
-
-def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
-    """Returns the modules that a layer of Llama's shape calls before and after attention."""
-    before = dict(layer.self_attn.named_children())
-    behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
-    return InChunks(input_layernorm=layer.input_layernorm, **before), InChunks(**behind)
+    return Verdict("chunked", reason, form=of_llama, sparsity=sparsity, in_chunks=(InChunks(layer=layer),))
 
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
@@ -305,57 +297,18 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
         yield norm_unfused_reason(name, getattr(layer, name), dtype)
     for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
         yield norm_unfused_reason(name, getattr(attention, name), dtype)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in _PROJECTIONS:
         yield projection_unfused_reason(name, getattr(attention, name), dtype)
     if (reason := call_unfused_reason(mlp)) is not None:
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
     forward = computed_forward(mlp)
-    yield mlp_unfused_reason(mlp, gated_form(forward) or forward, dtype)
+    form = gated_form(forward)
+    yield mlp_unfused_reason(mlp, form or forward, dtype)
+    if form.up is None:
+        yield "its MLP has gate and up in one projection"
 
 
 def _rotary_of(attention: nn.Module) -> Callable:
     return computed_forward(attention).__globals__["apply_rotary_pos_emb"]
-
-
-def _chunked_layer(
-    verdict: Verdict,
-    layer: nn.Module,
-    x: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    attend: Callable[..., torch.Tensor],
-    scale: float,
-    chunk_tokens: int | None,
-) -> torch.Tensor:
-    """Computes a layer's output [B, S, D] from x [B, S, D] by calling the layer's modules. `rotary` are cos and sin
-    [B or 1, S, K]; `scale` multiplies the outputs of attention and MLP before they are added.
-
-    This keeps q, k and v. The layer's own forward, as around_attention.py runs it, would recompute them: with LoRA and
-    dropout 7 % more FLOP in a checkpointed step, counted at Llama-8B's proportions.
-    """
-    attention, form = layer.self_attn, verdict.form
-    before, behind = verdict.in_chunks or _called_parts(layer)
-    parts = dict(attention.named_children())  # of this forward, also in its backward
-    input_norm, norm, mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
-
-    def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
-        heads = parts[f"{name}_proj"](x).unflatten(-1, (-1, attention.head_dim))
-        normed = form.attention.head_norms and name != "v"
-        return parts[f"{name}_norm"](heads) if normed else heads
-
-    def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
-        normed = input_norm(x)
-        q, k, v = (heads_of(normed, name) for name in "qkv")
-        if angles:
-            q, k = _rotary_of(attention)(q, k, *angles, unsqueeze_dim=2)
-        return (q, k, v), None
-
-    def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        h = x + parts["o_proj"](attn_output) * scale
-        return h + mlp(norm(h)) * scale, None
-
-    chunks = {"rows": x.shape[0], "chunk_tokens": mlp_chunk_tokens(chunk_tokens, x, verdict.mlp_size, verdict.sparsity)}
-    (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)
-    attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
-    return call_with_further_outputs(post_attention, behind, x, attn_output, **chunks)[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +30,16 @@ from seqtile.models.logits.recipe import LogitsRecipe
 from seqtile.models.placement import Options
 from seqtile.models.quantised import is_quantised
 from seqtile.models.read import (
+    LoraLinear,
     check_untransformed,
     is_transformed,
     process_unfused_reason,
     projection_unfused_reason,
-    read_projection,
+    split_lora,
 )
-from seqtile.models.sharded import gathered, inside_call
+from seqtile.models.sharded import gathered, inside_call, is_sharded
 from seqtile.models.stand_in import standing_in, without_stand_ins
-from seqtile.models.verdict import Verdict, left_untiled
+from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.ops.head.cross_entropy import linear_cross_entropy
 from seqtile.ops.head.reduction import divided
 from seqtile.renamed import cache_in
@@ -63,6 +65,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     names = [each.name for each in positional_of(original)]
     takes_skip_logits = "skip_logits" in names
     makes_cache = takes_use_cache(original)
+    heads = _Heads()
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
     @without_stand_ins
@@ -97,7 +100,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
                 inputs["labels"] = inputs["shift_labels"]
             if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
                 inputs.setdefault("use_cache", False)
-        verdict = loss_verdict(self)
+        owner, name, verdict = heads.of(self)
         if verdict.error is not None and has_labels:
             raise ValueError(verdict.error)
         if verdict.how == "untiled" or verdict.error is not None:
@@ -105,7 +108,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             if skip_logits and isinstance(output, ModelOutput):
                 output = type(output)(**dict(output) | {"logits": None})
             return output
-        with _lazy_head(self, options, verdict, with_logits=not skip_logits):
+        with _lazy_head(self, owner, name, options, verdict, with_logits=not skip_logits):
             output = original(self, *passed_on, **inputs)
         return _with_tensors(output, None if skip_logits else lazy_logits)
 
@@ -115,11 +118,11 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
 class LazyHead:
     """Stands in for a head while a forward runs; called with hidden states [..., D] it returns a LogitsRecipe."""
 
-    def __init__(self, head: nn.Module, cross_entropy: Callable):
-        self._head, self._cross_entropy = head, cross_entropy
+    def __init__(self, head: nn.Module, parts: InChunks, cross_entropy: Callable):
+        self._head, self._parts, self._cross_entropy = head, parts, cross_entropy
 
     def __call__(self, hidden: torch.Tensor) -> LogitsRecipe:
-        return LogitsRecipe(hidden, self._head, self._cross_entropy)
+        return LogitsRecipe(hidden, self._head, self._parts, self._cross_entropy)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
@@ -138,15 +141,41 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
     )
 
 
-def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits: bool) -> AbstractContextManager[None]:
+class _Heads:
+    """Where models have their heads, and how these are computed, each found once."""
+
+    def __init__(self) -> None:
+        self._places: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
+        self._verdicts = Verdicts(head_verdict)
+
+    def of(self, model: nn.Module) -> tuple[nn.Module | None, str, Verdict]:
+        """Returns the module that holds the model's head, its name there, and how the loss is computed."""
+        reference, name = self._places.get(model, (lambda: None, ""))
+        owner = reference()
+        if owner is None or owner._modules.get(name) is not head_of(model):
+            try:
+                owner, name = place_of_head(model)
+            except ValueError:
+                return None, "", loss_verdict(model)
+            self._places[model] = ref(owner), name
+        return owner, name, _with_loss(model, self._verdicts.of(owner._modules[name]))
+
+
+def _lazy_head(
+    model: nn.Module, owner: nn.Module, name: str, options: Options, verdict: Verdict, with_logits: bool
+) -> AbstractContextManager[None]:
     """Lets a model's forward run with `LazyHead` and the tiled loss in place of its own."""
     check_untransformed()
-    owner, name = place_of_head(model)
     head = owner._modules[name]
-    chunked, with_logits = verdict.how == "chunked", with_logits and gathers(head)
-    compute = partial(_cross_entropy, chunked=chunked, chunk_tokens=options.chunk_tokens, with_logits=with_logits)
+    compute = partial(
+        _cross_entropy,
+        linears=verdict.linears,
+        chunk_tokens=options.chunk_tokens,
+        sharded=verdict.sharded,
+        with_logits=with_logits,
+    )
     loss = partial(_loss, untiled=model.loss_function, compute=compute)
-    return standing_in(model, loss, owner, name, LazyHead(head, compute))
+    return standing_in(model, loss, owner, name, LazyHead(head, verdict.in_chunks[0], compute))
 
 
 def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor] | None) -> Any:
@@ -162,14 +191,27 @@ def loss_verdict(model: nn.Module) -> Verdict:
         owner, name = place_of_head(model)
     except ValueError as error:
         return Verdict("untiled", "it has no head over a vocabulary", str(error))
-    head, error = owner._modules[name], None
-    reason = head_unfused_reason(head)
-    if reason is not None and (unknown := unknown_in(head, "head")) is not None:
-        return left_untiled(model, unknown)
-    if (unknown := _unknown_loss_reason(model.loss_function)) is not None:
-        expected = "expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles"
-        error = f"{unknown}; {expected}; apply with loss=False"
-    return Verdict("fused" if reason is None else "chunked", reason, error)
+    return _with_loss(model, head_verdict(owner._modules[name]))
+
+
+def _with_loss(model: nn.Module, head: Verdict) -> Verdict:
+    """Returns the verdict on a head with that on the model's loss function."""
+    if head.how == "untiled":
+        return left_untiled(model, head.reason)
+    if (unknown := _unknown_loss_reason(model.loss_function)) is None:
+        return head
+    expected = "expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles"
+    return head._replace(error=f"{unknown}; {expected}; apply with loss=False")
+
+
+def head_verdict(head: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
+    """Finds how a head is computed; untiled if it holds something unknown."""
+    parts, reason = (InChunks(head=head),), head_unfused_reason(head)
+    if reason is None:
+        sharded = is_sharded(head) or gathers(head)
+        return Verdict("fused", linears=(split_lora(head, "lm_head"),), in_chunks=parts, sharded=sharded)
+    unknown = unknown_in(head, "head")
+    return Verdict("chunked", reason, in_chunks=parts) if unknown is None else Verdict("untiled", unknown)
 
 
 def head_unfused_reason(head: nn.Module) -> str | None:
@@ -225,20 +267,21 @@ def _cross_entropy(
     target: torch.Tensor,
     *args: Any,
     num_items: torch.Tensor | int | None = None,
-    chunked: bool,
+    linears: tuple[LoraLinear, ...],
+    sharded: bool,
     chunk_tokens: int | None,
     with_logits: bool,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
-    that is given; NotImplemented for what is not tiled. `with_logits`: where the head's weights are gathered, once, the
-    logits are connected to them, too."""
+    that is given; NotImplemented for what is not tiled. `linears`: the head; none if it runs in chunks. `with_logits`:
+    if its weights are `sharded`, and so gathered, once, the logits are connected to them, too."""
     weight, _, ignore_index, _, reduction, label_smoothing = asked = CrossEntropy(*args, **kwargs)
     same_shape = target.shape == logits.shape[:-1] and not target.is_floating_point()
     if not same_shape or asked.is_deprecated or reduction not in ("mean", "sum"):
         return NotImplemented
     head, affine = logits.head, logits.affine
-    if chunked or affine is None:
+    if not linears or affine is None:
         if weight is not None or label_smoothing:
             return NotImplemented
         total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
@@ -247,7 +290,7 @@ def _cross_entropy(
         return divided(total, (target != ignore_index).sum() if num_items is None else num_items)
 
     def of_weight(hidden: torch.Tensor) -> torch.Tensor:
-        matrix, bias, *_ = read_projection("lm_head", head)
+        matrix, bias, *_ = linears[0].read()
         biases = [] if bias is None else [bias if affine.scale == 1 else bias * affine.scale]
         biases += [tensor.to(matrix.dtype) for tensor in affine.added]
         options = {"logit_scale": affine.scale, "softcap": affine.softcap, "chunk_tokens": chunk_tokens}
@@ -256,6 +299,8 @@ def _cross_entropy(
         return linear_cross_entropy(hidden, matrix, target, bias=sum(biases) if biases else None, **options)
 
     # a head in chunks has its weight gathered by its own call
+    if not sharded:
+        return of_weight(logits.hidden)
     if not with_logits:
         return inside_call(head, of_weight, logits.hidden)
     root = logits.root
@@ -278,6 +323,6 @@ def _chunked_losses(
 
     def losses(hidden: torch.Tensor) -> torch.Tensor:
         rows = rows_of_chunk(hidden, chunk_tokens)
-        return call_in_chunks(losses_of, InChunks(head=logits.head), hidden, targets.unsqueeze(-1), chunk_tokens=rows)
+        return call_in_chunks(losses_of, logits.parts, hidden, targets.unsqueeze(-1), chunk_tokens=rows)
 
     return gathered(logits.head, losses, logits.hidden, called=False)

@@ -23,10 +23,10 @@ from seqtile.models.read import (
     activation_name,
     activation_unfused_reason,
     check_untransformed,
+    linears_of,
     own_weights,
     process_unfused_reason,
     projection_unfused_reason,
-    read_projection,
     silu_unfused_reason,
 )
 from seqtile.models.recognise import Gated, gated_form
@@ -35,7 +35,6 @@ from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp_of
-from seqtile.ops.linear import Projection
 from seqtile.ops.state import Overridden
 
 logger = logging.get_logger(__name__)
@@ -75,8 +74,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         if x.shape[:-1].numel() > chunk:
             check_untransformed()
         if verdict.how == "fused":
-            params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
-            return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=chunk)
+            params = tuple([linear.read() for linear in verdict.linears])
+            return gated_mlp_of(x, params, verdict.form.activation, chunk_tokens=chunk)
 
         def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
             return original(self, *(piece.contiguous() for piece in pieces))  # some call view
@@ -99,15 +98,9 @@ def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
         )
 
 
-def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:
-    """Returns gate, up and down; up is None if gate contains it."""
-    gate, *up, down = (read_projection(name, getattr(mlp, name)) for name in _projections(form))
-    return gate, up[0] if up else None, down
-
-
-def activation_of(mlp: nn.Module, form: Gated) -> str:
-    """Returns the activation of an MLP that `gated_mlp` computes, as that names it."""
-    return form.activation or activation_name(getattr(mlp, form.module))
+def fused_form(mlp: nn.Module, form: Gated) -> Gated:
+    """Returns the form of an MLP that is fused, with its activation."""
+    return form if form.module is None else form._replace(activation=activation_name(getattr(mlp, form.module)))
 
 
 def mlp_verdict(mlp: nn.Module) -> Verdict:
@@ -122,11 +115,10 @@ def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) 
     reason = mlp_unfused_reason(mlp, form, dtype)
     if reason is not None and (unknown := unknown_in(mlp)) is not None:
         return left_untiled(mlp, unknown)
-    how = "fused" if reason is None else "chunked"
-    in_chunks = () if reason is None else (InChunks(mlp=mlp),)
-    parameters = tuple(mlp.parameters())
-    of_mlp = {"parameters": parameters, "mlp_size": mlp_size_of(mlp)}
-    return Verdict(how, reason, sharded=is_sharded(mlp), in_chunks=in_chunks, **of_mlp)
+    about = {"sharded": is_sharded(mlp), "parameters": tuple(mlp.parameters()), "mlp_size": mlp_size_of(mlp)}
+    if reason is not None:
+        return Verdict("chunked", reason, in_chunks=(InChunks(mlp=mlp),), **about)
+    return Verdict("fused", form=fused_form(mlp, form), linears=linears_of(mlp, form.projections), **about)
 
 
 def mlp_size_of(*mlps: nn.Module) -> int:
@@ -141,16 +133,12 @@ def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtyp
     its matrix products, None if unknown."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
-    projections = (projection_unfused_reason(name, getattr(mlp, name, None), dtype) for name in _projections(form))
+    projections = (projection_unfused_reason(name, getattr(mlp, name, None), dtype) for name in form.projections)
     if (reason := process_unfused_reason() or next(filter(None, projections), None)) is not None:
         return reason
     if form.module is not None:
         return activation_unfused_reason(getattr(mlp, form.module))
     return silu_unfused_reason()
-
-
-def _projections(form: Gated) -> tuple[str, ...]:
-    return (form.gate, form.down) if form.up is None else (form.gate, form.up, form.down)
 
 
 def tiled_experts_forward(options: Options, original: Callable) -> Callable:

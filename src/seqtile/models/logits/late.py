@@ -18,11 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from seqtile.models.chunked import InChunks
 from seqtile.models.logits.recipe import LogitsRecipe
 from seqtile.models.sharded import inside_call
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
-from seqtile.ops.state import ForwardState, WatchedTensor
+from seqtile.ops.state import ForwardState, WatchedTensor, autocast_on, default_generators
 from seqtile.protocols import ShardedTokens
 
 ARRIVAL_LIMIT = timedelta(minutes=5)
@@ -36,8 +35,10 @@ class AtForward:
 
     def __init__(self, recipe: LogitsRecipe):
         head, hidden = recipe.head, recipe.hidden
-        self._state = ForwardState.now(hidden.device)
-        self._head = InChunks(head=head).snapshot()
+        is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)  # and draws nothing
+        random = [] if is_plain else default_generators(hidden.device)
+        self._state = ForwardState(hidden.device, autocast_on(hidden.device), random)
+        self._head = recipe.parts.snapshot()
         self._draws = any(module.training and getattr(module, "p", 0) for module in head.modules())  # dropout
         self._hidden = WatchedTensor("the hidden states", hidden)  # a view made in inference mode has a new counter
         self._weights = {

@@ -40,10 +40,14 @@ def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "Lazy
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
     recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)
+
+    def of_hidden(hidden: torch.Tensor) -> LazyLogits:
+        given = recipe.changed(at_forward=AtForward(recipe), cross_entropy=None)
+        return _Edge.apply(given, hidden, *leaves) if recorded else LazyLogits(given)
+
     if hidden is None and recorded:
-        return inside_call(recipe.head, lambda hidden: connected(recipe, hidden), recipe.hidden)
-    given = recipe.changed(at_forward=AtForward(recipe), cross_entropy=None)
-    return _Edge.apply(given, hidden, *leaves) if recorded else LazyLogits(given)
+        return inside_call(recipe.head, of_hidden, recipe.hidden)
+    return of_hidden(hidden)
 
 
 @torch.compiler.disable(reason="logits that are not computed cannot be traced")

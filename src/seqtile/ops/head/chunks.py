@@ -18,6 +18,7 @@ Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithm
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -164,22 +165,24 @@ class ChunkedHeads(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        return [*(tensor for head in self.heads for tensor in head), self.rows, self.class_weight, *self.inputs]
+        return [*chain(*self.heads), self.rows, self.class_weight, *self.inputs]
 
     @classmethod
     def make(
         cls, heads: tuple[Head, ...], inputs: tuple[Any, ...], chunk_tokens: int | None, *spec: Any, **more: Any
     ) -> "ChunkedHeads":
         """Returns heads in chunks. `spec` are the first three fields of `RowLossSpec`, `more` its optional ones."""
-        size = resolve_chunk_tokens(chunk_tokens, max(head.hidden.shape[-1] for head in heads))
-        return cls(RowLossSpec(*spec, tuple(head.dtype for head in heads), size, is_trial(), **more), heads, inputs)
+        size = resolve_chunk_tokens(chunk_tokens, max([head.hidden.shape[-1] for head in heads]))
+        return cls(RowLossSpec(*spec, tuple([head.dtype for head in heads]), size, is_trial(), **more), heads, inputs)
 
     @classmethod
     def of(cls, spec: RowLossSpec, tensors: Sequence[torch.Tensor | None]) -> "ChunkedHeads":
         """Returns a copy with these `tensors`."""
         end = 3 * len(spec.dtypes)
         rows, class_weight, *inputs = tensors[end:]
-        return cls(spec, tuple(Head(*tensors[i : i + 3]) for i in range(0, end, 3)), tuple(inputs), rows, class_weight)
+        return cls(
+            spec, tuple([Head(*tensors[i : i + 3]) for i in range(0, end, 3)]), tuple(inputs), rows, class_weight
+        )
 
     @property
     def labelled(self) -> int:
@@ -197,7 +200,7 @@ class ChunkedHeads(NamedTuple):
         None."""
         losses = to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32, trial=self.spec.trial)
         wanted = [dtype if others else None for dtype in self.spec.values]
-        return [losses, *(None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted)]
+        return [losses, *[None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted]]
 
     def run(
         self,

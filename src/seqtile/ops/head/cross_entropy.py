@@ -188,7 +188,7 @@ def prepare_head(
     own_dtype = head.dtype if head.dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
     dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
     more = {"differentiable": 3, "accumulate_dtype": accumulate_dtype or own_dtype}
-    more["values"] = tuple(dtypes.get(name) for name in Values._fields[1:])
+    more["values"] = tuple(map(dtypes.get, Values._fields[1:]))
     chunked = ChunkedHeads.make((head,), (target,), chunk_tokens, op, cross_entropies, (options,), **more)
     # Not by _replace, of whose result the compiler of torch 2.11 does not know the class when the graph breaks.
     return ChunkedHeads(chunked.spec, chunked.heads, chunked.inputs, None, class_weight)

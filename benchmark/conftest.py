@@ -1,7 +1,7 @@
-"""Contests under pytest-benchmark: a test is what one contestant did in one case.
+"""Comparisons under pytest-benchmark: a test is what one contestant did in one case.
 
-The timer that pytest-benchmark reads stands still but for the time that a contest's rounds took on the device. Rows go
-into a file as they come, since a device that is lost, or a process that dies, takes with it what is only in memory.
+The timer that pytest-benchmark reads stands still but for the time that a comparison's rounds took on the device. Rows
+go into a file as they come, since a device that is lost, or a process that dies, takes with it what is only in memory.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.contest import Contest, expected_seconds
+from benchmark.comparison import Comparison, expected_seconds
 from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory, spread
 from benchmark.results import RESULTS
 from benchmark.rows import append, read
@@ -35,7 +35,7 @@ class Clock:
 
 
 CLOCK = Clock()
-CONTESTS = pytest.StashKey[dict[tuple[str, Case], dict[str, Entry]]]()
+COMPARISONS = pytest.StashKey[dict[tuple[str, Case], dict[str, Entry]]]()
 DEADLINE = pytest.StashKey[float]()
 MACHINE = pytest.StashKey[dict[str, Any]]()
 PACE = pytest.StashKey[dict[str, float]]()
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[CONTESTS], config.stash[PACE] = {}, {}
+    config.stash[COMPARISONS], config.stash[PACE] = {}, {}
     config.stash[DEADLINE] = time.time() + config.getoption("--seconds")
     config.stash[WITHOUT] = set(config.getoption("--without"))
     limit_memory(config.getoption("--memory-limit"))
@@ -136,7 +136,7 @@ def row_of(subject: Subject, case: Case, contestant: str, entry: Entry) -> dict[
 
 @pytest.fixture
 def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
-    """Holds the contest of a case when its first contestant asks for it; records what each did."""
+    """Runs the comparison of a case when its first contestant asks for it; records what each did."""
     config = request.config
     terminal, capture = (config.pluginmanager.getplugin(name) for name in ("terminalreporter", "capturemanager"))
 
@@ -145,7 +145,7 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
             terminal.write_line(line)
 
     def held(subject: Subject, case: Case) -> dict[str, Entry]:
-        found, pace = config.stash[CONTESTS], config.stash[PACE]
+        found, pace = config.stash[COMPARISONS], config.stash[PACE]
         if (subject.name, case) not in found:
             seconds = expected_seconds(subject, case, config.getoption("--size"), pace.get(subject.name, 0))
             if time.time() + seconds > config.stash[DEADLINE]:
@@ -153,10 +153,10 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
                 return found[subject.name, case]
             left_out = subject.contestants.keys() - chosen(config, subject.contestants)
             without = config.stash[WITHOUT] & subject.contestants.keys() | left_out
-            contest = Contest(subject, case, config.getoption("--size"), without, show)
-            entries = found[subject.name, case] = contest.run()
-            pace[subject.name] = contest.pace
-            if (killer := contest.killer) is not None:
+            comparison = Comparison(subject, case, config.getoption("--size"), without, show)
+            entries = found[subject.name, case] = comparison.run()
+            pace[subject.name] = comparison.pace
+            if (killer := comparison.killer) is not None:
                 test = request.node.nodeid.partition("[")[0]
                 write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, entries[killer])})
                 show(f"{killer} took the device with it")

@@ -110,7 +110,7 @@ def parts_of_layer(tile: Tile) -> dict[str, Part]:
 
 
 def predicted(part: Part, rates: Rates) -> float:
-    """Milliseconds, as the ledger prices it."""
+    """Milliseconds, as `benchmark.predicted_times` counts it."""
     return 1e3 * rates.seconds(part.flops, part.bytes)
 
 

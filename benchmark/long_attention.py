@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from benchmark.attention import Long, all_finite, backend, bytes_needed, computed, largest_outside, operands, truth
 from benchmark.checks import Findings, Found, run
-from benchmark.contest import WRONG
+from benchmark.comparison import WRONG
 from benchmark.device import DEVICE, DTYPE, Watch
 from benchmark.errors import distance
 from benchmark.shapes import K

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmark import loss_curves, plans, predicted_times, prediction, so_far
+from benchmark import loss_curves, plan_pages, predicted_times, readme_picture, so_far
 from benchmark.markdown import rewritten, table
 from benchmark.methods import METHODS
 from benchmark.results import RESULTS, Results, Row, load, newest
@@ -57,11 +57,11 @@ def gpu(directory: Path) -> str:
 
 def write(root: Path = ROOT, directory: Path = RESULTS) -> None:
     """Writes the pages' blocks and README's picture below `root`."""
-    places = PAGES | plans.PAGES
-    for name, block in (blocks(directory) | plans.blocks(root, directory)).items():
+    places = PAGES | plan_pages.PAGES
+    for name, block in (blocks(directory) | plan_pages.blocks(root, directory)).items():
         page = root / places[name]
         page.write_text(rewritten(page.read_text(), name, block))
-    prediction.draw(root / prediction.PICTURE, directory)
+    readme_picture.draw(root / readme_picture.PICTURE, directory)
 
 
 def measured_on_gpu(results: Results, file: Path) -> list[str]:
@@ -87,7 +87,7 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
             parts += [over_prediction(title, rows)] if any("predicted_ms" in row for row in rows) else []
             parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
     if rows := results.rows("model_step"):
-        parts += [ladder(rows), f"![The ladder]({_picture(file, 'ladder')})"]
+        parts += [longest_sequences(rows), f"![The longest sequences]({_picture(file, 'longest')})"]
     return parts
 
 
@@ -109,7 +109,7 @@ def over_liger(rows: list[Row]) -> str:
 
 
 def over_prediction(title: str, rows: list[Row]) -> str:
-    """Beside the ledger."""
+    """Measured times beside predicted ones."""
 
     def cell(row: Row) -> str:
         if "predicted_ms" not in row:
@@ -128,7 +128,7 @@ def by_length(title: str, rows: list[Row], cell: Callable[[Row], str] = cell_of)
     return table([header, *([name, *(cells.get((name, tokens), "") for tokens in lengths)] for name in contestants)])
 
 
-def ladder(rows: list[Row]) -> str:
+def longest_sequences(rows: list[Row]) -> str:
     first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
     header = [f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB", "in host memory"]
     header += [
@@ -194,7 +194,7 @@ def ulysses(results: Results) -> str:
 
 
 def main() -> None:
-    predicted_times.add_to(RESULTS)
+    predicted_times.add_to_files(RESULTS)
     write()
     file = newest(gpu=True) or newest()
     if file is None:

@@ -19,7 +19,7 @@ from typing import Annotated
 import pytest
 import typer
 from benchmark import device, pictures, process, rows, terminal
-from benchmark.results import RESULTS, Results, Subject, load, save
+from benchmark.results import RESULTS, Results, SubjectResults, load, save
 from benchmark.rows import Machine
 from benchmark.shapes import UNHURRIED
 from rich.console import Console
@@ -50,7 +50,7 @@ ALL = "(all)"  # the contestant of a row that says how a process ended
 console = Console()
 
 
-def failed(subject: Subject) -> bool:
+def failed(subject: SubjectResults) -> bool:
     return any(row["contestant"] == ALL for row in subject.rows)
 
 
@@ -66,7 +66,7 @@ def name_of(results: Results) -> str:
     return "-".join(parts)
 
 
-def measured(subject: str, results: Results, commit: str | None, until: float, file: Path) -> Subject:
+def measured(subject: str, results: Results, commit: str | None, until: float, file: Path) -> SubjectResults:
     """Runs a benchmark file, and again without a contestant that took the device with it. Rows come into `file`; those
     that are there are not measured again. Rows from before a process died are kept, and one more says how it died."""
     started = time.time()

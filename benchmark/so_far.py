@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-from benchmark import prediction
-from benchmark.day import CHECKS, newest_of
+from benchmark import readme_picture
+from benchmark.gpu_day import CHECKS, newest_of
 from benchmark.markdown import table
 from benchmark.results import RESULTS, Results, Row
 
@@ -27,7 +27,7 @@ def checks_of(directory: Path, parts: Sequence[str] = CHECKS) -> list[tuple[Resu
 
 def sentences(directory: Path = RESULTS) -> str:
     """Returns README's paragraph."""
-    found, speed, (lengths, _) = checks_of(directory), of_time(directory), prediction.measured(directory)
+    found, speed, (lengths, _) = checks_of(directory), of_time(directory), readme_picture.measured(directory)
     where = {f" ({results.device}, {results.date})" for results, *_ in found}
     speed = speed.replace(*where, "") if len(where) == 1 else speed  # that is said already
     said = [of_checks(found)] if found else [] if speed or lengths else [NOTHING]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmark import rows
-from benchmark.results import Results, Row, Subject, load
+from benchmark.results import Results, Row, SubjectResults, load
 from benchmark.terminal import figure, longest
 
 
@@ -23,7 +23,9 @@ def found_in(directory: Path) -> list[Results]:
             found.append(Results(device, "not ended", file.stem, subjects={name: subject}))
     for file in sorted(directory.glob("*.unfinished")):
         row = json.loads(file.read_text()) | {"subject": "model_step", "contestant": file.stem.partition("-")[2]}
-        found.append(Results("?", "not ended", file.stem, subjects={"model_step": Subject(None, 0, None, None, [row])}))
+        found.append(
+            Results("?", "not ended", file.stem, subjects={"model_step": SubjectResults(None, 0, None, None, [row])})
+        )
     return found
 
 

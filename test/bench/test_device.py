@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark import device, probe, process, run
+from benchmark import describe_machine, device, process, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GPU_TESTS = Path(__file__).parents[2] / "dev" / "gpu_tests.py"
@@ -97,6 +97,8 @@ def test_a_process_that_imports_torch_may_take_longer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "DEVICE", "cuda")
     monkeypatch.setattr(device.subprocess, "run", run)
     assert (
-        device.output("nvidia-smi") is None and device.name() == "unknown GPU" and probe.expandable_segments() == "no"
+        device.output("nvidia-smi") is None
+        and device.name() == "unknown GPU"
+        and describe_machine.expandable_segments() == "no"
     )
     assert limits == [30, 120, 120]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmark import pictures, rows, summary
 from benchmark.pages import blocks, measured_on_gpu
-from benchmark.results import Results, Subject, load, newest, save
+from benchmark.results import Results, SubjectResults, load, newest, save
 from benchmark.run import SUBJECTS, file_of, name_of
 from benchmark.terminal import print_tables
 from matplotlib import image
@@ -57,7 +57,7 @@ ROWS = {
 def results() -> Results:
     machine = {"device": "NVIDIA H200", "driver_version": "580.1", "versions": {"torch": "2.11", "quack": "absent"}}
     found = Results("NVIDIA H200", "2026-11-21", "quick", 80.0, machine)
-    found.subjects = {name: Subject("abc1234", 60.0, 800.0, 4300.0, rows) for name, rows in ROWS.items()}
+    found.subjects = {name: SubjectResults("abc1234", 60.0, 800.0, 4300.0, rows) for name, rows in ROWS.items()}
     return found
 
 
@@ -109,11 +109,11 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     """Shows a process that measured nothing, not even its ceilings; a wrong contestant's error; no ulysses on one
     GPU."""
     died = {"subject": "masked_prompt", "contestant": "(all)", "status": "failed", "why": "pytest ended with -11"}
-    results.subjects = {"masked_prompt": Subject(None, 1.0, None, None, [died])} | results.subjects
+    results.subjects = {"masked_prompt": SubjectResults(None, 1.0, None, None, [died])} | results.subjects
     results.subjects["model_step"].rows.insert(0, died | {"subject": "model_step"})
     results.subjects["gated_mlp"].rows[-1] = entry("cce", 64 * K, "wrong", why="", error=3.0)
     needs_two = entry("seqtile", 8 * K, "absent", "llama3_8b 32/8", group_size=1)
-    results.subjects["ulysses"] = Subject("abc1234", 1.0, 800.0, 4300.0, [needs_two])
+    results.subjects["ulysses"] = SubjectResults("abc1234", 1.0, 800.0, 4300.0, [needs_two])
     lines = lines_of(results)
     assert "| cce |  | wrong, error 3e+00 |" in lines
     assert all(
@@ -150,7 +150,7 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
 def test_pictures(results: Results, tmp_path: Path) -> None:
     """Pictures show the measured values, in greys."""
     found = pictures.draw(results, tmp_path / "found.json")
-    assert [path.name for path in found] == ["found-gated_mlp.png", "found-ladder.png"]
+    assert [path.name for path in found] == ["found-gated_mlp.png", "found-longest.png"]
     for path in found:
         pixels = image.imread(path)[..., :3]
         assert pixels.min() < 0.2 and pixels.max() == 1

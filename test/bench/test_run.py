@@ -45,7 +45,7 @@ class Processes:
         return code
 
 
-def contestants(subject: run.Subject) -> dict[str, str]:
+def contestants(subject: run.SubjectResults) -> dict[str, str]:
     return {row["contestant"]: row["status"] for row in subject.rows}
 
 
@@ -68,7 +68,7 @@ def test_a_process_that_dies(found_before: list | None, tmp_path: Path, monkeypa
     assert run.failed(found) and found.rows[-1]["why"] == "pytest ended with -11"
 
 
-def measured(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Subject:
+def measured(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.SubjectResults:
     monkeypatch.setattr(run, "ran", processes)
     results = Results("NVIDIA H200", "2026-11-21", "smoke")
     return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 PICTURE = "docs/images/peak.svg"
 MODEL, GPU_GIB = "meta-llama/Llama-3.1-8B", 80
-FREE = 1 / 5  # the margin that docs/planning.md asks for: the worst of benchmark/published.py
+FREE = 1 / 5  # the margin that docs/planning.md asks for: the worst of benchmark/published_peaks.py
 ROOM = GPU_GIB - GPU_GIB * FREE
 COMMON = {"lora_rank": 16, "gpu_memory_gib": ROOM}
 LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> features of seqtile.memory, style
@@ -31,7 +31,7 @@ LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> feature
 }
 
 
-MEASURED_BY = {  # label -> method of the ladder
+MEASURED_BY = {  # label -> method of `benchmark.methods`
     "Hugging Face": "huggingface_lora",
     "with Liger": "liger_lora",
     "seqtile": "seqtile_lora",
@@ -42,7 +42,7 @@ OF_CUDA = 1  # GiB that a plan reserves
 
 
 def measured(directory: Path = RESULTS) -> tuple[dict[str, Row], str]:
-    """Returns the ladder's newest row of each line, of those measured on a GPU in the picture's memory; and on what."""
+    """Returns each line's newest row of `model_step` that a GPU measured in the picture's memory; and on what."""
     found, about = {}, ""
     of_gpus = [results for results in map(load, directory.glob("*.json")) if results.on_gpu]
     for results in sorted(of_gpus, key=lambda results: results.date):
@@ -71,7 +71,7 @@ def caption(directory: Path = RESULTS) -> str:
     said = [f"{tokens:,}{f' ({longest_of(ran[label])})' if label in ran else ''}" for label, tokens in lengths.items()]
     title = f"predicted (in brackets: measured, {where})" if ran else "predicted, not measured"
     support = (
-        "[How it was measured](docs/benchmarks.md#how-the-ladder-measures)."
+        "[How it was measured](docs/benchmarks.md#the-longest-sequences)."
         if ran
         else "Only simulations support this: [no run measured by others has LoRA or whole layers](docs/predictions.md)."
     )

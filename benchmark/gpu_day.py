@@ -1,7 +1,7 @@
 """What is known of a GPU, by the calls of dev/gpu_day.sh: which call comes next; a call's findings as a result file.
 
-    python3 -m benchmark.day next
-    python3 -m benchmark.day collect CALL OUT [--commit COMMIT]
+    python3 -m benchmark.gpu_day next
+    python3 -m benchmark.gpu_day collect CALL OUT [--commit COMMIT]
 
 `next` prints the first call without a result: one of its subjects has no figure from a GPU in benchmark/results. A
 check has a figure if it compared something, right or wrong, or says why it was skipped; a benchmark if it timed
@@ -15,9 +15,9 @@ import json
 import re
 from pathlib import Path
 
-from benchmark.results import RESULTS, Results, Row, Subject, load, save
+from benchmark.results import RESULTS, Results, Row, SubjectResults, load, save
 
-CHECKS = ("canary", "few steps", "long attention")
+CHECKS = ("kernels", "few steps", "long attention")
 CALLS = {
     "right": CHECKS,
     "fast": ("linear_cross_entropy", "gated_mlp", "decoder_layer"),
@@ -54,12 +54,12 @@ def collected(call: str, found: Path, log: Path, commit: str) -> Results:
     parts: dict[str, list[Row]] = {}
     for line in lines:
         parts.setdefault(line.pop("part"), []).append(line)
-    machine = dict(parts.pop("probe", [{}])[-1])
+    machine = dict(parts.pop("machine", [{}])[-1])
     for name in ("segments", "host memory"):
         machine |= {key: value for row in parts.pop(name, []) for key, value in row.items()}
     if call == "right" and log.exists():
         parts["tests"] = [{"what": "tests", "says": said} for said in OF_TESTS.findall(log.read_text(errors="replace"))]
-    subjects = {name: Subject(commit, 0.0, None, None, rows) for name, rows in parts.items() if rows}
+    subjects = {name: SubjectResults(commit, 0.0, None, None, rows) for name, rows in parts.items() if rows}
     date = datetime.date.today().isoformat()
     return Results(machine.get("device", "unknown GPU"), date, call, machine=machine, subjects=subjects)
 

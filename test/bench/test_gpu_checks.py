@@ -1,5 +1,5 @@
-"""The canary finds a kernel that computes a wrong row, omits a row, or raises. The few steps and the long attention
-find a wrong gradient. Kernel times cover every part, next to predicted times."""
+"""The checks of kernels find one that computes a wrong row, omits a row, or raises. The few steps and the long
+attention find a wrong gradient. Kernel times cover every part, next to predicted times."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark import attention, canary, few_steps, kernel_times, long_attention
+from benchmark import attention, few_steps, kernel_checks, kernel_times, long_attention
 from benchmark.checks import checked, run
 from benchmark.one_tile import Tile, tile_at_hand
 from benchmark.rates import Rates
@@ -26,18 +26,18 @@ def tile() -> Tile:
     return replace(tile_at_hand(), longer=256)
 
 
-@pytest.mark.parametrize("name", canary.CHECKS)
+@pytest.mark.parametrize("name", kernel_checks.CHECKS)
 def test_all_is_right(name: str, tile: Tile) -> None:
     rows: list[dict[str, Any]] = []
-    assert checked(name, partial(canary.CHECKS[name], tile), rows.append)
+    assert checked(name, partial(kernel_checks.CHECKS[name], tile), rows.append)
     assert rows and all(row["right"] for row in rows if "error" in row)
     chosen = {row["case"]: row["chooses"] for row in rows if row["what"] == "sdpa"}
     assert len(chosen) == 4 * (name == "attention_chosen") and all(found.isupper() for found in chosen.values())
 
 
 def left_out(x: torch.Tensor, *others: object) -> torch.Tensor:
-    """Writes every row except one that the canary does not inspect."""
-    y = canary.gated_activation_.unchanged(x, *others)
+    """Writes every row except one that the check does not look at."""
+    y = kernel_checks.gated_activation_.unchanged(x, *others)
     y[1] = torch.nan
     return y
 
@@ -53,10 +53,10 @@ WRONG = [
 def test_what_is_wrong(
     name: str, kernel: str, change: Callable, wrong: list[str], tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change.unchanged = getattr(canary, kernel)
-    monkeypatch.setattr(canary, kernel, change)
+    change.unchanged = getattr(kernel_checks, kernel)
+    monkeypatch.setattr(kernel_checks, kernel, change)
     rows: list[dict[str, Any]] = []
-    assert not checked(name, partial(canary.CHECKS[name], tile), rows.append)
+    assert not checked(name, partial(kernel_checks.CHECKS[name], tile), rows.append)
     assert [row["what"] for row in rows if not row["right"]] == wrong
 
 

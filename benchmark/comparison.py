@@ -1,4 +1,4 @@
-"""A contest: the same work by several contestants on the same operands, right first, then memory, then time.
+"""A comparison: the same work by several contestants on the same operands, right first, then memory, then time.
 
 All contestants of a case run in one process, by turns: a round is one step of each. So what changes while the machine
 runs, clocks and temperature, meets all of them alike, and their ratios hold.
@@ -102,11 +102,11 @@ def fewest_rounds(case: Case, size: str) -> int:
 
 
 def expected_seconds(subject: Subject, case: Case, size: str, pace: float) -> float:
-    """Of a contest, from the pace of another: its warm-up and its rounds."""
+    """Of a comparison, from the pace of another: its warm-up and its rounds."""
     return pace * subject.flops(SHAPES[case.shape], case.tokens) * (1 + fewest_rounds(case, size))
 
 
-class Contest:
+class Comparison:
     """One case: its operands, the contestants that are still in it, and what they did.
 
     `without` are left out. `killer`, after `run`, is whose error the device did not survive: what was not measured by

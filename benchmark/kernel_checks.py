@@ -1,6 +1,6 @@
 """Each kernel once, at the size of a real tile, some of its rows against float64: the first thing to do on a GPU.
 
-    python3 -m benchmark.canary [FILE]
+    python3 -m benchmark.kernel_checks [FILE]
 
 Appends what each did to FILE, as lines of JSON. A kernel is right if it is at most twice as far
 from the truth as torch in the same dtype. Ends with 1 if anything is wrong. First it says which attention torch's sdpa
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from benchmark.attention import backend
 from benchmark.checks import Findings, Found, file_given, judged, run
-from benchmark.contest import WRONG
+from benchmark.comparison import WRONG
 from benchmark.device import DEVICE, DTYPE
 from benchmark.errors import FLOOR, distance, relative_error
 from benchmark.models import build, offloaded
@@ -186,7 +186,7 @@ CHECKS: dict[str, Callable[[Tile], Findings]] = {
 def main() -> None:
     tile = tile_at_hand()
     file = file_given(__doc__)
-    run("canary", {name: partial(check, tile) for name, check in CHECKS.items()}, file)
+    run("kernels", {name: partial(check, tile) for name, check in CHECKS.items()}, file)
 
 
 if __name__ == "__main__":

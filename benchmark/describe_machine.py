@@ -1,6 +1,6 @@
 """The machine before anything is measured on it: versions, memory, how fast host memory can be registered and copied.
 
-    python3 -m benchmark.probe [FILE]
+    python3 -m benchmark.describe_machine [FILE]
 
 Appends what it found to FILE, as lines of JSON.
 """
@@ -92,7 +92,7 @@ def main() -> None:
     found["modules"] = {name: str(getattr(sys.modules.get(name), "__file__", "")) for name in ("torch", "seqtile")}
     if DEVICE == "cuda":
         print(output("nvidia-smi", f"--query-gpu=name,memory.total,memory.used,{','.join(CLOCKS)}", "--format=csv"))
-    note("probe", found)
+    note("machine", found)
     if DEVICE == "cuda":
         note("segments", {"expandable_segments": expandable_segments()})
         note("host memory", of_host_memory())

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmark.comparison import Comparison, expected_seconds
-from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory, spread
+from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory, name, spread
 from benchmark.results import RESULTS
 from benchmark.rows import append, read
 from benchmark.shapes import FEWER, LENGTHS, SHAPES, Case, cases
@@ -93,13 +94,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             write(session.config, session.config.stash[MACHINE] | {"commit": session.config.getoption("--commit")})
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    machine_info |= config.stash.get(MACHINE, {})
-
-
-def pytest_benchmark_group_stats() -> list[Any]:
-    """No tables of pytest-benchmark's own: benchmark.terminal makes them, of all subjects."""
-    return []
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    machine_info["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else name()
 
 
 def write(config: pytest.Config, line: dict[str, Any]) -> None:
@@ -108,7 +104,7 @@ def write(config: pytest.Config, line: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def record(request: pytest.FixtureRequest, benchmark: Any) -> Record:
+def record(request: pytest.FixtureRequest) -> Record:
     """Takes a row's values, and the seconds of each round: none where nothing was timed."""
 
     def recorded(row: dict[str, Any], seconds: list[float]) -> None:
@@ -116,9 +112,10 @@ def record(request: pytest.FixtureRequest, benchmark: Any) -> Record:
         row |= {f"both_{key}": value for key, value in spread(seconds).items()} if seconds else {}
         row = {key: value for key, value in row.items() if value is not None and value == value}  # no NaN in JSON
         write(request.config, {"id": request.node.nodeid, "row": row})
-        remaining = iter(seconds or [0.0])
-        benchmark.extra_info |= row
-        benchmark.pedantic(CLOCK.advance, setup=lambda: ((next(remaining),), {}), rounds=max(1, len(seconds)))
+        if seconds:
+            benchmark, remaining = request.getfixturevalue("benchmark"), iter(seconds)
+            benchmark.extra_info |= row
+            benchmark.pedantic(CLOCK.advance, setup=lambda: ((next(remaining),), {}), rounds=len(seconds))
 
     return recorded
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmark import published_peaks, readme_picture
+from benchmark import published_peaks, readme
 from benchmark.markdown import table
 from benchmark.results import RESULTS
 from typer.testing import CliRunner
@@ -57,7 +57,7 @@ GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
 
 def blocks(root: Path, results: Path = RESULTS) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
-    made = (readme_picture.caption(results), command((root / PLANNING).read_text()), fit(), shared_tokens())
+    made = (readme.caption(results), command((root / PLANNING).read_text()), fit(), shared_tokens())
     made += (published_peaks.peaks(), lengths(), whole_layers(), quantised())
     made += tuple(case(found) for found in CASE.findall((root / CASES).read_text()))
     return dict(zip(PAGES, made, strict=True))
@@ -112,7 +112,7 @@ def longest(model: str, **setup: Any) -> str:
 
 def with_room(gib: float) -> dict[str, float]:
     """A GPU of so much memory, a fifth of it left free, as the pages ask for."""
-    return {"gpu_memory_gib": gib - gib * readme_picture.FREE}
+    return {"gpu_memory_gib": gib - gib * readme.FREE}
 
 
 def alst(gpus: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from textwrap import fill
 
 from benchmark.markdown import table
-from benchmark.readme_picture import FREE
+from benchmark.readme import FREE
 from typer.testing import CliRunner
 
 from seqtile.cli import app

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import pytest
 import typer
-from benchmark import device, pictures, process, rows, terminal
+from benchmark import device, pictures, process, report, rows
 from benchmark.results import RESULTS, Results, SubjectResults, load, save
 from benchmark.rows import Machine
 from benchmark.shapes import UNHURRIED
@@ -85,6 +85,7 @@ def measured(subject: str, results: Results, commit: str | None, until: float, f
 def ran(subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]) -> int:
     """The exit status of pytest; what it prints is shown."""
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "timeout=0"]
+    command += ["--benchmark-quiet"]  # its tables are of one file, those of `report` of all
     command += [str(file_of(subject)), f"--size={results.size}", f"--seconds={seconds}", f"--rows={file}"]
     command += [f"--memory-limit={results.memory_limit_gb}"] if results.memory_limit_gb else []
     command += [f"--commit={commit}"] if commit else []
@@ -152,7 +153,7 @@ def main(
         save(results, file)
         lines.unlink(missing_ok=True)
         failures += [subject] * failed(found)
-    terminal.print_tables(results)
+    report.print_tables(results)
     pictures.draw(results, file)
     tiny = "sizes were tiny: their figures say nothing"
     console.print(tiny if size in UNHURRIED else f"in {file}, with pictures beside it")

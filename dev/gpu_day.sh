@@ -138,7 +138,7 @@ else
   "call_$call"
   "$python" -m benchmark.gpu_day collect "$call" "$out" --commit "${COMMIT:-unknown}" 2>&1 | tee -a "$out/summary.txt"
 fi
-"$python" -m benchmark.summary "$out/results" 2>&1 | tee -a "$out/summary.txt"
+"$python" -m benchmark.report "$out/results" 2>&1 | tee -a "$out/summary.txt"
 shopt -s nullglob
 pictures=("$out"/results/*.png "$out"/results/*.gz)
 if ((${#pictures[@]})); then

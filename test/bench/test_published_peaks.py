@@ -8,7 +8,7 @@ import re
 import pytest
 from benchmark.pages import ROOT
 from benchmark.published_peaks import RUNS, Run, spread
-from benchmark.readme_picture import FREE, GPU_GIB, ROOM
+from benchmark.readme import FREE, GPU_GIB, ROOM
 from typer.testing import CliRunner
 
 from seqtile.cli import app

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark import pictures, rows, summary
+from benchmark import pictures, report, rows
 from benchmark.pages import blocks, measured_on_gpu
 from benchmark.results import Results, SubjectResults, load, newest, save
 from benchmark.run import SUBJECTS, file_of, name_of
-from benchmark.terminal import print_tables
 from matplotlib import image
 
 K, ROOT = 1024, Path(__file__).parents[2]
@@ -120,31 +119,45 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
         part in "\n".join(lines)
         for part in ("commit None and abc1234; 800 TFLOP/s", "| Longest sequence, llama3_8b, 80 GB |")
     )
-    print_tables(results)
+    report.print_tables(results)
     save(results, tmp_path / "a.json")
     assert newest(tmp_path, subject="ulysses") is None and newest(tmp_path, gpu=True) is not None
 
 
-def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    """Short lines for a finished run, and for a subject and a method that did not finish."""
+def test_a_report_has_every_figure(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    """Every figure of a finished run, of a subject and a method that did not finish, and of checks."""
+    checks = [{"what": "a kernel", "error": "0.5", "allowed": 1.0, "right": True}]
+    checks += [{"what": "rotary", "error": "nan", "allowed": 0.25, "right": False}]
+    checks += [{"what": "norm", "right": False, "why": "no kernel"}, {"what": "tests", "says": "3 passed"}]
+    results.subjects["kernels"] = SubjectResults("abc1234", 0.0, None, None, checks)
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
     unfinished = {"status": "measured", "ended_by": "death", "steps": STEPS}
     (tmp_path / "model_step-liger.unfinished").write_text(json.dumps(unfinished))
-    monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])
-    summary.main()
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    report.main()
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    longest = "| huggingface | 61,440 | 9.50 | | | 61,440 | 65,536 | 63,488 | 64.00 |"
+    assert {line[: len(longest)] for line in lines if line.startswith("| huggingface | 61,440")} == {longest}
     assert set(lines) >= {
-        "NVIDIA H200, 2026-11-21, quick",
-        "gated_mlp: 800 TFLOP/s, 60 s",
-        "gated_mlp llama3_8b 8,192 seqtile 20.00 ms +- 20.00 xfloor 2.00 xhf 0.50 xliger 0.80 2.00 GiB",
-        "gated_mlp llama3_8b 65,536 huggingface out of memory: CUDA out of memory",
-        "model_step llama3_8b 61,440 huggingface longest 61,440, predicted 63,488, 6,467 tokens/s, 50%",
-        "NVIDIA H100, not ended, found-gated_mlp",
-        "gated_mlp llama3_8b 8,192 liger 33.00 ms +- 33.00 xfloor 2.89 xliger 1.00 6.00 GiB",
-        "model_step 0 liger longest > 61,440, predicted -, 6,467 tokens/s, 50%",
+        "gated_mlp: NVIDIA H200, 2026-11-21, quick, commit abc1234",
+        "60 s; at most 800.0 TFLOP/s in products, 4,300 GB/s in copies",
+        f"| llama3_8b | 8,192 | seqtile |{' 20.00 |' * 4} 3 | | 2.00 | 0.50 | 0.80 | 0.80 | 2.000 | 0.25 | 0.33 | "
+        "0.33 | 1.0e-03 |",
+        f"| llama3_8b | 65,536 | huggingface |{' |' * 14} out of memory |",
+        "huggingface: out of memory, CUDA out of memory",
+        "memory was limited to 80 GB",
+        "1 of 3 checks are right",
+        "| rotary | nan | 2.5e-01 |",
+        "| norm | no kernel | |",
+        "- tests: says 3 passed",
+        "gated_mlp: NVIDIA H100, not ended, found-gated_mlp, commit None",
+        "model_step: ?, not ended, model_step-liger, commit None",
     }
+    assert [line for line in lines if line.startswith("| liger | 61,440 | 9.50 | | | > 61,440 |")]
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:

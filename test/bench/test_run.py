@@ -151,17 +151,17 @@ def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[st
 
 @pytest.mark.full("10 to 20 s each of processes that start processes; make bench-smoke starts the same")
 def test_what_a_file_writes(tmp_path: Path) -> None:
-    """The rows are those of pytest-benchmark; both ceilings are present."""
+    """Rows that were timed are those of pytest-benchmark, of which others are none; both ceilings are present."""
     machine, found = rows_of(tmp_path, "-k", "tiny-300 and not compiled", "--commit=abc")
     assert machine["matmul_tflops"] > 0 and machine["copy_gbs"] > 0 and machine["versions"]["torch"]
     assert machine["commit"] == "abc"
     theirs = json.loads((tmp_path / "theirs.json").read_text())["benchmarks"]
-    assert [row["contestant"] for row in found] == [entry["extra_info"]["contestant"] for entry in theirs]
-    for row, entry in zip(found, theirs, strict=True):
-        if row["status"] == "measured":
-            assert row["both_ms"] == pytest.approx(1000 * entry["stats"]["median"]) and row["rounds"] == 2
-            assert row["forward_ms"] + row["backward_ms"] == pytest.approx(row["both_ms"], rel=1e-3)
-    assert {row["contestant"] for row in found if row["status"] == "measured"} >= {"huggingface", "seqtile"}
+    timed = [row for row in found if row["status"] == "measured"]
+    assert [row["contestant"] for row in timed] == [entry["extra_info"]["contestant"] for entry in theirs]
+    for row, entry in zip(timed, theirs, strict=True):
+        assert row["both_ms"] == pytest.approx(1000 * entry["stats"]["median"]) and row["rounds"] == 2
+        assert row["forward_ms"] + row["backward_ms"] == pytest.approx(row["both_ms"], rel=1e-3)
+    assert len(timed) < len(found) and {row["contestant"] for row in timed} >= {"huggingface", "seqtile"}
 
 
 @pytest.mark.full("7 s; smoke runs have no deadline")

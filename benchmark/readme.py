@@ -1,13 +1,15 @@
-"""The picture on top of README: predicted peak memory against length, and what a GPU measured of it. `make table` draws
-it."""
+"""What README shows of results, as `make table` writes it: the paragraph of what was measured on a GPU; the picture of
+predicted peak memory against length, with what a GPU measured of it; and its caption."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import matplotlib
-from benchmark.results import RESULTS, Row, load
-from benchmark.terminal import longest as longest_of
+from benchmark.gpu_day import CHECKS, newest_of
+from benchmark.report import longest as longest_of
+from benchmark.results import RESULTS, Results, Row, load
 
 from seqtile import memory
 from seqtile.memory import with_features
@@ -39,6 +41,10 @@ MEASURED_BY = {  # label -> method of `benchmark.methods`
     "and offload": "seqtile_head_groups_offload_lora",
 }
 OF_CUDA = 1  # GiB that a plan reserves
+NOTHING = (
+    "**Nothing has run on a GPU yet**: kernels are compiled for GPUs and run in Triton's interpreter; CPU tests check "
+    "the numbers."
+)
 
 
 def measured(directory: Path = RESULTS) -> tuple[dict[str, Row], str]:
@@ -115,3 +121,50 @@ def draw(file: Path, directory: Path = RESULTS) -> None:
     figure.legend(loc="outside upper left", ncols=2, frameon=False)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def checks_of(directory: Path, parts: Sequence[str] = CHECKS) -> list[tuple[Results, str, list[Row]]]:
+    """Of each of these parts that has been checked on a GPU: the newest results, its name and its rows."""
+    found = [(newest_of(part, directory), part) for part in parts]
+    return [(results, part, results.subjects[part].rows) for results, part in found if results]
+
+
+def paragraph(directory: Path = RESULTS) -> str:
+    """Returns what README says of all that was measured on a GPU."""
+    found, speed, (lengths, _) = checks_of(directory), sentence_on_time(directory), measured(directory)
+    where = {f" ({results.device}, {results.date})" for results, *_ in found}
+    speed = speed.replace(*where, "") if len(where) == 1 else speed  # that is said already
+    said = [sentence_on_checks(found)] if found else [] if speed or lengths else [NOTHING]
+    said += [speed] if speed else []
+    left = ["times"] * (not speed) + ["lengths and memory"] * (not lengths)
+    said += [f"GPU {', '.join(left)} below are predicted."] if left else []
+    return fill(" ".join(said), 130)
+
+
+def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
+    """What came of all checks, and the peak of the few steps."""
+    commits = dict.fromkeys(str(results.subjects[part].commit) for results, part, _ in found)
+    results = found[0][0]
+    rows = [row for _, _, rows in found for row in rows]
+    judged = [row for row in rows if "right" in row]
+    wrong = sum(not row["right"] for row in judged)
+    where = f"**On an {results.device}** ({results.date}, commit {' and '.join(commits)})"
+    link = "[checks](docs/benchmarks.md)"
+    verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"all {len(judged)} {link} are right"
+    plan = next((row for row in rows if row["what"] == "plan"), None)
+    peak = f"; a step peaked at {plan['of'] / GIB:.1f} GiB, planned {plan['planned_bytes'] / GIB:.1f}" if plan else ""
+    return f"{where} {verdict}{peak}."
+
+
+def sentence_on_time(directory: Path) -> str:
+    """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
+    results = newest_of("decoder_layer", directory)
+    rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
+    peers = {"time_x_hf": "Hugging Face's", "time_x_liger": "Liger's"}
+    timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
+    if not timed:
+        return ""
+    row = max(timed, key=lambda row: row["tokens"])
+    ratios = " and ".join(f"{row[key]:.2f} of {peer}" for key, peer in peers.items() if key in row)
+    where = f"{results.device}, {results.date}"
+    return f"A tiled layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({where})."

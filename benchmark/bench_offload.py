@@ -82,8 +82,8 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("offload", operands, CONTESTANTS, flops, lengths=LENGTHS)
 
 
-def test_offload(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_offload(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -17,7 +17,7 @@ from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_m
 from benchmark.results import RESULTS
 from benchmark.rows import append, read
 from benchmark.shapes import FEWER, LENGTHS, SHAPES, Case, cases
-from benchmark.subject import Entry, Subject
+from benchmark.subject import Outcome, Subject
 
 Record = Callable[[dict[str, Any], list[float]], None]
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 CLOCK = Clock()
-COMPARISONS = pytest.StashKey[dict[tuple[str, Case], dict[str, Entry]]]()
+COMPARISONS = pytest.StashKey[dict[tuple[str, Case], dict[str, Outcome]]]()
 DEADLINE = pytest.StashKey[float]()
 MACHINE = pytest.StashKey[dict[str, Any]]()
 PACE = pytest.StashKey[dict[str, float]]()
@@ -65,10 +65,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"case", "contestant"} <= set(metafunc.fixturenames) and hasattr(metafunc.module, "SUBJECT"):
         subject: Subject = metafunc.module.SUBJECT
         metafunc.parametrize("case", cases(metafunc.config.getoption("--size"), subject.lengths), ids=str)
-        metafunc.parametrize("contestant", chosen(metafunc.config, subject.contestants))
+        metafunc.parametrize("contestant", contestants_at_size(metafunc.config, subject.contestants))
 
 
-def chosen(config: pytest.Config, contestants: Iterable[str]) -> list[str]:
+def contestants_at_size(config: pytest.Config, contestants: Iterable[str]) -> list[str]:
     """Those that take part at this size, see `shapes.FEWER`."""
     fewer = FEWER.get(config.getoption("--size"))
     return [name for name in contestants if fewer is None or name in fewer]
@@ -120,19 +120,19 @@ def record(request: pytest.FixtureRequest) -> Record:
     return recorded
 
 
-def row_of(subject: Subject, case: Case, contestant: str, entry: Entry) -> dict[str, Any]:
+def row_of(subject: Subject, case: Case, contestant: str, outcome: Outcome) -> dict[str, Any]:
     row = {"subject": subject.name, "shape": case.shape, "tokens": case.tokens, "contestant": contestant}
-    row |= {"status": entry.status, "why": entry.why, "error": entry.error}
+    row |= {"status": outcome.status, "why": outcome.why, "error": outcome.error}
     row["flops"] = subject.flops(SHAPES[case.shape], case.tokens)
-    if entry.forward:
-        row |= {"peak_bytes": entry.peak_bytes, "rounds": len(entry.forward)}
-        times = {"forward": entry.forward, "backward": entry.backward}
+    if outcome.forward:
+        row |= {"peak_bytes": outcome.peak_bytes, "rounds": len(outcome.forward)}
+        times = {"forward": outcome.forward, "backward": outcome.backward}
         row |= {f"{name}_{key}": value for name, found in times.items() for key, value in spread(found).items()}
     return row
 
 
 @pytest.fixture
-def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
+def compare(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
     """Runs the comparison of a case when its first contestant asks for it; records what each did."""
     config = request.config
     terminal, capture = (config.pluginmanager.getplugin(name) for name in ("terminalreporter", "capturemanager"))
@@ -141,30 +141,30 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
         with capture.global_and_fixture_disabled():
             terminal.write_line(line)
 
-    def held(subject: Subject, case: Case) -> dict[str, Entry]:
-        found, pace = config.stash[COMPARISONS], config.stash[PACE]
-        if (subject.name, case) not in found:
+    def outcomes_of(subject: Subject, case: Case) -> dict[str, Outcome]:
+        outcomes, pace = config.stash[COMPARISONS], config.stash[PACE]
+        if (subject.name, case) not in outcomes:
             seconds = expected_seconds(subject, case, config.getoption("--size"), pace.get(subject.name, 0))
             if time.time() + seconds > config.stash[DEADLINE]:
-                found[subject.name, case] = {name: Entry("no time left") for name in subject.contestants}
-                return found[subject.name, case]
-            left_out = subject.contestants.keys() - chosen(config, subject.contestants)
+                outcomes[subject.name, case] = {name: Outcome("no time left") for name in subject.contestants}
+                return outcomes[subject.name, case]
+            left_out = subject.contestants.keys() - contestants_at_size(config, subject.contestants)
             without = config.stash[WITHOUT] & subject.contestants.keys() | left_out
             comparison = Comparison(subject, case, config.getoption("--size"), without, show)
-            entries = found[subject.name, case] = comparison.run()
+            outcomes[subject.name, case] = comparison.run()
             pace[subject.name] = comparison.pace
             if (killer := comparison.killer) is not None:
-                test = request.node.nodeid.partition("[")[0]
-                write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, entries[killer])})
+                test, outcome = request.node.nodeid.partition("[")[0], outcomes[subject.name, case][killer]
+                write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, outcome)})
                 show(f"{killer} took the device with it")
                 os._exit(LOST)  # an orderly end would ask the device
-        return found[subject.name, case]
+        return outcomes[subject.name, case]
 
-    def competed(subject: Subject, case: Case, contestant: str) -> None:
-        entry = held(subject, case)[contestant]
-        both = [forward + backward for forward, backward in zip(entry.forward, entry.backward, strict=True)]
-        record(row_of(subject, case, contestant, entry), both)
+    def record_outcome(subject: Subject, case: Case, contestant: str) -> None:
+        outcome = outcomes_of(subject, case)[contestant]
+        both = [forward + backward for forward, backward in zip(outcome.forward, outcome.backward, strict=True)]
+        record(row_of(subject, case, contestant, outcome), both)
         ours = contestant.startswith("seqtile")
-        assert not ours or entry.status not in ("wrong", "failed"), f"{entry.status}: {entry.why}"
+        assert not ours or outcome.status not in ("wrong", "failed"), f"{outcome.status}: {outcome.why}"
 
-    return competed
+    return record_outcome

@@ -48,7 +48,7 @@ def next_call(directory: Path = RESULTS) -> str:
     return next(missing, list(CALLS)[-1])
 
 
-def collected(call: str, found: Path, log: Path, commit: str) -> Results:
+def results_of(call: str, found: Path, log: Path, commit: str) -> Results:
     """The rows of each part of `found`, and the last line of each run of pytest in the log."""
     lines = [json.loads(line) for line in found.read_text().split("\n")[:-1]] if found.exists() else []
     parts: dict[str, list[Row]] = {}
@@ -65,7 +65,7 @@ def collected(call: str, found: Path, log: Path, commit: str) -> Results:
 
 
 def collect(call: str, out: Path, commit: str) -> None:
-    results = collected(call, out / "found.jsonl", out / "log.txt", commit)
+    results = results_of(call, out / "found.jsonl", out / "log.txt", commit)
     if results.subjects:
         device = re.sub(r"[^a-z0-9]+", "-", results.device.lower()).strip("-")
         save(results, out / "results" / f"{device}-{results.date}-{call}.json")

@@ -13,7 +13,7 @@ import sys
 import time
 
 from benchmark.device import unusable_gpu
-from benchmark.process import end_by_signals, ended
+from benchmark.process import end_by_signals, run_until
 
 ROOMS = ("kernels", "ops", "modules", "models", "sp", "offload", "memory")
 SECONDS = 300.0
@@ -58,7 +58,7 @@ def main() -> None:
         seconds = max(1.0, end - left - time.time())
         # In these hundreds of shapes cuDNN would build a plan for each, in each process; alone it computes as it will.
         without_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"} if marks == SIDE_BY_SIDE else {}
-        codes.append(ended([*command, *of_pytest], seconds, PATIENCE, **environment, **without_cudnn))
+        codes.append(run_until([*command, *of_pytest], seconds, PATIENCE, **environment, **without_cudnn))
     sys.exit(f"pytest ended with {codes}" if any(codes) else 0)
 
 

@@ -188,7 +188,7 @@ def sent(contestant: Contestant, case: Case) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def seconds(step: Callable[[], None]) -> float:
+def median_seconds(step: Callable[[], None]) -> float:
     """The median of some steps, each from a barrier on."""
     found = []
     for _ in range(ROUNDS):
@@ -201,7 +201,7 @@ def seconds(step: Callable[[], None]) -> float:
     return statistics.median(found)
 
 
-def measured(contestant: Contestant, case: Case) -> dict[str, Any]:
+def measure(contestant: Contestant, case: Case) -> dict[str, Any]:
     """Of this rank."""
     collectives = sent(contestant, case)
     model, batch = prepared(case, DTYPE)
@@ -209,7 +209,7 @@ def measured(contestant: Contestant, case: Case) -> dict[str, Any]:
     step = step_of(model, lambda: contestant.loss(model, shard))
     dist.barrier()
     peak = peak_bytes(step)
-    return {"seconds": seconds(step), "peak_bytes": peak, "wire": collectives}
+    return {"seconds": median_seconds(step), "peak_bytes": peak, "wire": collectives}
 
 
 def main(name: str, listed: str, file: str) -> None:
@@ -227,7 +227,7 @@ def main(name: str, listed: str, file: str) -> None:
         if contestant is not None:
             try:
                 row = errors(contestant, case, truths[case], small) | {"ranks": [None] * dist.get_world_size()}
-                dist.all_gather_object(row["ranks"], measured(contestant, case))
+                dist.all_gather_object(row["ranks"], measure(contestant, case))
             except ValueError as error:  # on all ranks alike
                 row = {"refused": str(error)}
         if dist.get_rank() == 0:

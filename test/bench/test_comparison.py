@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmark.comparison import Comparison, expected_seconds, small_error
 from benchmark.shapes import SMALL, Case, Shape, small
-from benchmark.subject import Absent, Entry, Forward, Subject
+from benchmark.subject import Absent, Forward, Outcome, Subject
 
 CASE = Case("tiny", 300)
 SHAPE = Shape(16, 24, 6, 4, 2, 8, 50)
@@ -68,7 +68,7 @@ def comparison(*, without: tuple[str, ...] = (), turns: list[str] | None = None,
     )
 
 
-def statuses(found: dict[str, Entry]) -> dict[str, str]:
+def statuses(found: dict[str, Outcome]) -> dict[str, str]:
     return {name: entry.status for name, entry in found.items()}
 
 

@@ -65,7 +65,7 @@ def test_the_tests_on_a_gpu_that_torch_cannot_use(
     commands = []
     monkeypatch.setattr(sys, "argv", ["dev.gpu_tests", *["--device=cpu"] * of_cpu])
     monkeypatch.setattr(process, "end_by_signals", lambda: None)
-    monkeypatch.setattr(process, "ended", lambda command, *args, **environment: commands.append(command) or 0)
+    monkeypatch.setattr(process, "run_until", lambda command, *args, **environment: commands.append(command) or 0)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(GPU_TESTS), run_name="__main__")
     assert [("--device=cpu" in command) for command in commands] == [True, True] * of_cpu

@@ -69,9 +69,9 @@ def test_a_process_that_dies(found_before: list | None, tmp_path: Path, monkeypa
 
 
 def measured(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.SubjectResults:
-    monkeypatch.setattr(run, "ran", processes)
+    monkeypatch.setattr(run, "run_pytest", processes)
     results = Results("NVIDIA H200", "2026-11-21", "smoke")
-    return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
+    return run.measure("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_run_goes_on(main: Callable[..., None], monkeypatch: pytest.MonkeyPatc
     """The failed subject runs again, the other does not; from another commit both run again. Each run's first process
     determines its machine."""
     processes = Processes(([line("a")], 0), ([line("b")], 1))
-    monkeypatch.setattr(run, "ran", processes)
+    monkeypatch.setattr(run, "run_pytest", processes)
     with pytest.raises(SystemExit, match="failed: offload"):
         main(commit="abc")
     processes.ends = [([line("b")], 0)]
@@ -113,7 +113,7 @@ def test_a_run_that_is_killed(
     line."""
     first = "abc+" if commit == "abc+" else "abc"
     processes = Processes(([line("a"), line("b"), line("c", "no time left")], KeyboardInterrupt))
-    monkeypatch.setattr(run, "ran", processes)
+    monkeypatch.setattr(run, "run_pytest", processes)
     with pytest.raises(KeyboardInterrupt):
         main(commit=first)
     (file,) = tmp_path.iterdir()

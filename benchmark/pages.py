@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmark import loss_curves, plan_pages, predicted_times, readme, report
 from benchmark.gpu_day import CHECKS
 from benchmark.markdown import rewritten, table
+from benchmark.pictures import TITLES
 from benchmark.results import RESULTS, Results, Row, load, newest
 
 ROOT = Path(__file__).parent.parent
@@ -17,15 +18,6 @@ PAGES = {  # the page of each block
     "ulysses": "docs/ulysses.md",
 }
 UNMEASURED = "Not yet measured on a GPU."
-TITLES = {
-    "linear_cross_entropy": "The loss",
-    "masked_prompt": "The loss, three of four tokens a prompt",
-    "linear_divergence": "A student's divergence from a frozen teacher",
-    "gated_mlp": "The MLP, checkpointed",
-    "decoder_layer": "A decoder layer, checkpointed",
-    "shared_tokens": "Two layers and their head, a prompt and eight completions",
-    "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",
-}
 SHAPE = "llama3_8b"
 OTHERS = ("cuDNN by itself",)
 """Checks of what seqtile works around, which do not count as its own."""

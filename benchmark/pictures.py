@@ -13,21 +13,22 @@ from matplotlib.ticker import FuncFormatter
 
 STYLES = list(zip("osD^vX*Ph", cycle(["-", "--", ":", "-."]), strict=False))
 HATCHES = ["", "//", "\\\\", "xx", "..", "--", "++"]
-COMPARISONS = (
-    "linear_cross_entropy",
-    "masked_prompt",
-    "linear_divergence",
-    "gated_mlp",
-    "decoder_layer",
-    "shared_tokens",
-    "offload",
-)
+TITLES = {
+    "linear_cross_entropy": "The loss",
+    "masked_prompt": "The loss, three of four tokens a prompt",
+    "linear_divergence": "A student's divergence from a frozen teacher",
+    "gated_mlp": "The MLP, checkpointed",
+    "decoder_layer": "A decoder layer, checkpointed",
+    "shared_tokens": "Two layers and their head, a prompt and eight completions",
+    "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",
+}
+"""Of subjects that are compared, as pages name them."""
 
 
 def draw(results: Results, file: Path) -> list[Path]:
     """PNG files beside the result file, of what it has; their paths."""
     drawn = []
-    for subject in COMPARISONS:
+    for subject in TITLES:
         if rows := [row for row in results.rows(subject) if "both_ms" in row]:
             drawn.append(_against_length(results, subject, rows, file))
     if rows := [row for row in results.rows("model_step") if row.get("steps")]:

@@ -94,3 +94,13 @@ def test_wheels(tmp_path: Path) -> None:
     peers = {pin for pin in pins if pin.startswith(("liger", "deepspeed"))}
     assert len(peers) == 2 and peers | {"pytest-xdist", "quack-kernels"} <= set(asked)
     assert not [each for each in asked if "==" in each and each not in pins and each.partition("==")[0] in names]
+
+
+@pytest.mark.parametrize("folder", ["benchmark", "dev"])
+def test_every_file_is_described(folder: str) -> None:
+    """The folder's README names each file, or the folder that it is in."""
+    page = (ROOT / folder / "README.md").read_text()
+    kinds = (".py", ".sh", ".txt", ".json")
+    files = [path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    named = {name.rstrip("/") for name in re.findall(r"`([\w./-]+)`", page)} | {"README.md"}
+    assert len(files) > 20 and not [file for file in files if not {str(file), *map(str, file.parents)} & named]

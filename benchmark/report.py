@@ -6,6 +6,7 @@ python3 -m benchmark.report DIRECTORY   # every result file there, and what a ru
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ COMPARISON = {
     "error": ("error", ".1e"),
 }
 """Of a comparison: each column's key in a row, see `Results.rows`, and format. The spread is between quartiles."""
-LONGEST = ("method", "tokens", "s a step", "in host memory", "GiB there", "measured", "does not fit", "predicted")
+LONGEST = ("method", "in host memory", "tokens", "s a step", "GiB there", "measured", "does not fit", "predicted")
 LONGEST += ("its peak, GiB", "planned", "layers run", "tokens/s", "utilisation", "error")
 ULYSSES = ("", "tokens", "sent by a rank, a layer", "besides, a step", "ms", "x HF", "peak of a rank, MiB", "peak x HF")
 ULYSSES += ("gradients", "relative error")
@@ -61,7 +62,7 @@ def comparison_cells(row: Row) -> Cells:
 
 
 def longest_sequences(rows: list[Row]) -> str:
-    return table_of([cells for row in rows for cells in longest_cells(row)], LONGEST, words=1)
+    return table_of([cells for row in rows for cells in longest_cells(row)], LONGEST, words=2)
 
 
 def longest_cells(row: Row) -> list[Cells]:
@@ -110,7 +111,9 @@ def planned_peak(row: Row, tokens: int) -> str:
     setup = METHODS[row["contestant"]].setup if row["contestant"] in METHODS else None
     if setup is None or row.get("shape") not in SHAPES:
         return ""
-    plan = memory.plan(SHAPES[row["shape"]], seq_len=tokens, zero_stage=0, optimizer="sgd", dtype="bfloat16", **setup)
+    shape, dtype = SHAPES[row["shape"]], row.get("dtype", "bfloat16")
+    shape = replace(shape, layers=row.get("layers", shape.layers))
+    plan = memory.plan(shape, seq_len=tokens, zero_stage=0, optimizer="sgd", dtype=dtype, **setup)
     return f"{(plan.gpu_bytes - plan.peak.parts['reserved']) / GIB:.2f}"
 
 
@@ -146,7 +149,7 @@ def sent(row: Row, part: str) -> str:
 
 def count_of_right(rows: list[Row]) -> str:
     judged = [row["right"] for row in rows if "right" in row]
-    return f"{sum(judged)} of {len(judged)} checks are right" if judged else "nothing is judged"
+    return f"{sum(judged)} of {len(judged)} checks are right"
 
 
 def findings(rows: list[Row]) -> list[str]:
@@ -185,7 +188,7 @@ def print_tables(results: Results) -> None:
         rows = results.rows(name)
         print(f"\n{name}: {results.device}, {results.date}, {results.size}, commit {subject.commit}")
         if any("what" in row for row in rows):
-            print("\n".join([count_of_right(rows), *findings(rows)]))
+            print("\n".join([count_of_right(rows)] * any("right" in row for row in rows) + findings(rows)))
             continue
         print({"model_step": longest_sequences, "ulysses": ulysses}.get(name, comparison)(rows))
         rates = figure(subject.matmul_tflops, ",.1f"), figure(subject.copy_gbs, ",.0f")

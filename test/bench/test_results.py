@@ -31,6 +31,7 @@ STEPS = [
 ]
 METHOD = {"subject": "model_step", "shape": "llama3_8b", "status": "measured", "steps": STEPS, "tokens": 60 * K}
 METHOD |= {"limit_bytes": 80 * 10**9, "error": 1e-3, "ended_by": "memory", "both_ms": 9500.0}
+DTYPE = {"dtype": "float32"}
 ENDED = {"failed_at": 64 * K, "predicted": 62 * K}
 HOST = {"ended_by": "time", "host_bytes": 57 * 2**30, "in_host_memory": ["a", "b"]}
 ROWS = {
@@ -140,8 +141,8 @@ def test_a_report_has_every_figure(
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     report.main()
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    longest = "| huggingface | 61,440 | 9.50 | | | 61,440 | 65,536 | 63,488 | 64.00 |"
-    assert {line[: len(longest)] for line in lines if line.startswith("| huggingface | 61,440")} == {longest}
+    longest = "| huggingface | | 61,440 | 9.50 | | 61,440 | 65,536 | 63,488 | 64.00 |"
+    assert {line[: len(longest)] for line in lines if line.startswith("| huggingface | | 61,440")} == {longest}
     assert set(lines) >= {
         "gated_mlp: NVIDIA H200, 2026-11-21, quick, commit abc1234",
         "60 s; at most 800.0 TFLOP/s in products, 4,300 GB/s in copies",
@@ -157,7 +158,14 @@ def test_a_report_has_every_figure(
         "gated_mlp: NVIDIA H100, not ended, found-gated_mlp, commit None",
         "model_step: ?, not ended, model_step-liger, commit None",
     }
-    assert [line for line in lines if line.startswith("| liger | 61,440 | 9.50 | | | > 61,440 |")]
+    assert [line for line in lines if line.startswith("| liger | | 61,440 | 9.50 | | > 61,440 |")]
+
+
+def test_a_planned_peak_is_that_of_the_step() -> None:
+    """Of the row's dtype and layers."""
+    step = METHOD | {"contestant": "huggingface"}
+    half, whole, short = (float(report.planned_peak(step | more, 8 * K)) for more in ({}, DTYPE, {"layers": 8}))
+    assert 1.6 * half < whole and short < 0.7 * half
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:

@@ -158,4 +158,4 @@ def test_calls_of_our_functions() -> None:
     rest = two[0] - forward - forward
     assert forward.total() <= 300 and len(forward) <= 27
     assert backward.total() <= 545
-    assert rest.total() <= 330
+    assert rest.total() <= 315

@@ -197,19 +197,20 @@ def call_with_further_outputs(
         chunk_tokens: tokens of a chunk.
     """
     collected, names = _active_collector.get(), recorded_names()
-    form, own = _Form(modules.name), []
+    form, made_count = _Form(modules.name), 0
 
     def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal made_count
         recorded: dict[str, list] = {name: [] for name in names}
         with recording(recorded if names else None):
             made, further = function(*pieces)
         made = made if isinstance(made, tuple) else (made,)
-        own[:] = [len(made)]
+        made_count = len(made)
         return *made, *form.flat((further, recorded), rows, pieces[0].shape[1])
 
     outputs = call_in_chunks(of_chunk, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    made, further = outputs[: own[0]], outputs[own[0] :]
+    made, further = outputs[:made_count], outputs[made_count:]
     tree, recorded = form.whole(further)
     for name in names:
         collected[name] += recorded[name]

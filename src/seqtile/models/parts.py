@@ -29,6 +29,8 @@ class Part(NamedTuple):
     """Finds how a module is computed."""
     swapped: bool = False
     """Its class is swapped for a subclass, rather than changed."""
+    takes_head_groups: bool = False
+    """Its attention can be computed by groups of heads."""
     is_model: bool = False
     """Its modules are models, whose first training step is compared with the untiled model's."""
 
@@ -43,14 +45,14 @@ class Part(NamedTuple):
         verdict = self.verdict(module)
         if verdict.error is not None:
             raise ValueError(verdict.error)
-        if options.head_groups is not None and self.modules is layers_of:
+        if options.head_groups is not None and self.takes_head_groups:
             check_head_groups(module, verdict, options)
 
 
 LOSS = Part("loss", lambda model: [model], tiled_loss_forward, loss_verdict, is_model=True)
 MLP = Part("mlp", mlps_of, tiled_mlp_forward, mlp_verdict, swapped=True)
 EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swapped=True)
-LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict)
+LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict, takes_head_groups=True)
 NORM = Part("layer", norms_of, tiled_norm_forward, swapped=True)
 BASE = Part("layer", base_models_of, uncached_forward, is_model=True)
 # Where neither the loss nor layers are tiled; below the head for those who call that alone.

@@ -84,15 +84,18 @@ class Placement:
 
     @property
     def original(self) -> Callable:
-        """The forward that runs when the tiled forward does not tile a call. Raises RuntimeError if the class has been
-        given another since, which would not run."""
+        """The forward that runs when the tiled forward does not tile a call. Raises RuntimeError, see `check`."""
+        self.check()
+        return self.replaced
+
+    def check(self) -> None:
+        """Raises RuntimeError if the class has been given another forward since, which would not run."""
         if self.beneath is not None and (now := self.beneath[0].forward) is not self.beneath[1]:
             if (package := package_of(now)) not in (*KNOWN_PACKAGES, "seqtile"):
                 raise RuntimeError(
                     f"{self.beneath[0].__name__}.forward was replaced, by one from {package}, after seqtile was "
                     "applied, and would not run; put the former one back, or call seqtile.restore"
                 )
-        return self.replaced
 
     def is_of(self, options: Options) -> bool:
         """Returns whether `options` would produce the same forward."""

@@ -1,8 +1,7 @@
 """Linear layers whose frozen weights are stored in fewer bits, read by decoding them once a call.
 
 These are bitsandbytes' of 4 bits and torchao's layouts for weights alone. Every other way to store a weight is called
-chunk by chunk; so are layers that quantise their input too, which reads nothing of the weight that could be computed
-with otherwise.
+chunk by chunk; so are layers that also quantise their input: decoding the weight alone would compute something else.
 """
 
 import sys

@@ -45,7 +45,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def gathered(
-    module: nn.Module, function: Callable, *tensors: torch.Tensor, chunked: bool = True, called: bool = True
+    module: nn.Module, function: Callable, *tensors: torch.Tensor, chunked: bool = True, inside_call: bool = True
 ) -> Any:
     """Returns function(*tensors), which computes a module's forward with all weights inside of it whole, also in its
     backward.
@@ -53,7 +53,7 @@ def gathered(
     Args:
         tensors: hidden states, through which the backward reaches the module.
         chunked: function calls modules, by `call_in_chunks`; False where it reads their weights.
-        called: this is inside the module's own call, whose hooks gather what they know of.
+        inside_call: the module's hooks before its forward have run for this call, and gathered what they know of.
     """
     if not is_sharded(module) and not isinstance(module, FSDPModule):
         return function(*tensors)
@@ -61,10 +61,10 @@ def gathered(
     if any(_is_of(hook, _OF_DEEPSPEED) for hook in module._forward_pre_hooks.values()):
         if chunked and not vars(module).get(_LEAF):
             setattr(module, _LEAF, _MARK)
-            called = False  # its call has begun, without knowing that
-        if not called:
+            inside_call = False  # they ran before it was a leaf, so gather by hand this once
+        if not inside_call:
             around = [module]
-    elif not called and isinstance(module, FSDPModule):
+    elif not inside_call and isinstance(module, FSDPModule):
         around = [module, *around]
     around += [each for each in module.modules() if each is not module and _of_a_leaf(each)]
     for each in reversed(around):
@@ -82,10 +82,10 @@ def unmark_leaves(model: nn.Module) -> None:
             delattr(module, _LEAF)
 
 
-def inside_call(module: nn.Module, function: Callable, *tensors: torch.Tensor) -> Any:
+def in_own_call(module: nn.Module, function: Callable, *tensors: torch.Tensor) -> Any:
     """Returns function(*tensors), which reads a module's weights or calls its forward, inside the module's own call:
     between the hooks that gather the weights and handle their gradients."""
-    return gathered(module, function, *tensors, chunked=False, called=False)
+    return gathered(module, function, *tensors, chunked=False, inside_call=False)
 
 
 def hooks_in_loop() -> list[_Hook] | None:
@@ -96,7 +96,7 @@ def hooks_in_loop() -> list[_Hook] | None:
 @contextmanager
 def silent(hooks: list[_Hook]) -> Iterator[None]:
     """Makes hooks that gather only cast."""
-    left = [(own, key, instead) for own, key, instead in hooks if key in own]
+    left = [(own, key, stand_in) for own, key, stand_in in hooks if key in own]
     with having(_in_loop, hooks), exchanged(left):
         yield
 

@@ -131,7 +131,7 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
     """Returns the largest difference between the untiled and the tiled model that rounding does not explain; `eps` is
     the relative distance of the numbers that the model computes in.
 
-    Rounding goes in any direction, so half as far is too far along the untiled gradient, which is longer or shorter.
+    Rounding rarely points along the gradient, so an error of its length alone gets half the tolerance.
     """
     sizes = {name: float(each.norm()) for name, each in untiled.items() if each is not None}
     finite = [size for name, size in sizes.items() if name != STATES_NAME and size < float("inf")]  # others overflowed

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from seqtile.declared import is_declared, tokenwise
 from seqtile.models.find import positional_of
-from seqtile.models.placement import Options, name_of, original_forward
+from seqtile.models.placement import Options, name_of
 from seqtile.ops.chunks import is_trial
 from seqtile.proof.batch import MADE_UP, TrialBatch, trial_batch
 from seqtile.proof.difference import STATES_NAME, Difference, brief, difference, precision_of
@@ -48,9 +48,11 @@ def checked_forward(options: Options, original: Callable, tiled: Callable) -> Ca
     names = [] if is_variadic else [each.name for each in positional_of(original)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = dict(zip(names, args, strict=False)) | kwargs
-        inputs.pop("skip_logits", None)  # the tiled forward's own, and Liger's
-        check_first_step(self, options, original, args if is_variadic else (), inputs)
+        if not torch.compiler.is_compiling() and not is_trial():
+            inputs = dict(zip(names, args, strict=False)) | kwargs
+            inputs.pop("skip_logits", None)  # the tiled forward's own, and Liger's
+            forward.seqtile_placement.check()
+            check_first_step(self, options, original, args if is_variadic else (), inputs)
         return tiled(self, *args, **kwargs)
 
     return forward
@@ -63,15 +65,12 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     ValueError for a difference. Only in training, with gradients; not for a compiler, a simulation or a replica of
     torch's DataParallel.
     """
-    if torch.compiler.is_compiling() or is_trial():
-        return
-    original_forward(model)  # raises if it would no longer run
     if not (options.check and model.training and torch.is_grad_enabled()) or getattr(model, "_is_replica", False):
         return
     before = vars(model).get(FIRST_STEP)
     if before is not None and before.is_of(model):
         return
-    # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
+    # Ranks that run together ignore hooks: the first alone may get a logger's, compare again, and wait for ever.
     with_declared = not run_together(model)
     made_of = _MadeOf(model, with_declared)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -172,7 +171,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         )
         raise
     found = difference(untiled, tiled, nudged, eps)
-    if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
+    if ranks.any(found is not None):  # compare again with other bits changed: what vanishes was rounding
         run = partial(run, nudge=eps, seed=2)
         differs = partial(difference, run(tiled={}), nudged=untiled, eps=eps)
         found = differs(run(tiled=placed))

@@ -326,8 +326,8 @@ def count_of(config: PreTrainedConfig) -> int | None:
 
 
 def meaning_of(value: Any) -> Any:
-    """Returns a value with only 0 and 1 left of the numbers, since a size is a size, and of what is said several times
-    in a row one."""
+    """Returns a value with every number but 0 and 1 replaced by "number", and runs of equal entries shortened to
+    one."""
     if isinstance(value, dict):
         return {str(key): meaning_of(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):

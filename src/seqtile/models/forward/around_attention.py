@@ -252,8 +252,8 @@ class _LayerCall:
         """Returns a chunk's queries, keys and values [B, C, H, K], except those that the layer got whole."""
         chunk, made = self.arguments.of_chunk(pieces), []
 
-        def instead(found: Callable) -> Callable:
-            self.function = found
+        def stand_in(attention_function: Callable) -> Callable:
+            self.function = attention_function
             return stop
 
         def stop(module: nn.Module, *tensors: torch.Tensor, **options: Any) -> None:
@@ -270,7 +270,7 @@ class _LayerCall:
 
         try:
             with recording(None):
-                self._run(hidden, chunk, instead, self.layer)
+                self._run(hidden, chunk, stand_in, self.layer)
         except _Reached:
             return tuple(made)
         except RuntimeError as error:  # of an attention that computes all itself
@@ -304,7 +304,7 @@ class _LayerCall:
         else:  # it is given no dicts of its own, and attention's output is known
             output_projection = layer.self_attn.o_proj
             layer = Overridden(layer, self_attn=lambda *_, **__: (output_projection(attn_output.flatten(2)), None))
-        output = self._run(hidden, chunk, lambda found: attended, layer)
+        output = self._run(hidden, chunk, lambda _: attended, layer)
         states, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(states, torch.Tensor):
             raise ValueError(f"a {type(self.layer).__name__} returns a {type(states).__name__}; apply with layer=False")
@@ -321,8 +321,8 @@ class _LayerCall:
         parts = [part if whole is None else whole for part, whole in zip(further, known, strict=True)]
         return tree_unflatten(parts, self._spec)
 
-    def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, instead: Callable, layer: Any) -> Any:
-        with having(_instead, instead):
+    def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, stand_in: Callable, layer: Any) -> Any:
+        with having(_stand_in, stand_in):
             return self.forward(layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
 
 
@@ -351,24 +351,24 @@ def _token_axis(layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]) -
     return axes[0]
 
 
-_instead: ContextVar[Callable[[Callable], Callable] | None] = ContextVar("attention_function", default=None)
-"""Layers that this thread runs use instead(function) as their attention function. Set it inside what a backward calls
+_stand_in: ContextVar[Callable[[Callable], Callable] | None] = ContextVar("attention_function", default=None)
+"""Layers that this thread runs use stand_in(function) as their attention function. Set it inside what a backward calls
 again, since autograd's threads inherit nothing."""
 
 
 def _install_look_up() -> None:
-    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_instead` makes of
+    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_stand_in` makes of
     it in the calling thread, else what the old one finds."""
     find = ALL_ATTENTION_FUNCTIONS.get_interface
     if hasattr(find, "_seqtile"):
         return
 
     def get_interface(name: str, default: Callable) -> Callable:
-        if torch.compiler.is_compiling() or (instead := _instead.get()) is None:
+        if torch.compiler.is_compiling() or (stand_in := _stand_in.get()) is None:
             return find(name, default)
-        with having(_instead, None):  # of two threads that came here first, each has replaced it
+        with having(_stand_in, None):  # of two threads that came here first, each has replaced it
             found = find(name, default)
-        return instead(found)
+        return stand_in(found)
 
     get_interface._seqtile = True
     ALL_ATTENTION_FUNCTIONS.get_interface = get_interface

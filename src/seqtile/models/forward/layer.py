@@ -64,7 +64,9 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     defaults = without_cache({each.name: each.default for each in parameters[1:] if each.default is not each.empty})
 
     verdicts, choices = Verdicts(layer_verdict), Verdicts(layer_verdict)  # choices: of no dtype, so kept apart
-    of_layer_apart = torch.compiler.disable(verdicts.kept, reason="seqtile looks at what the modules of a layer are")
+    uncompiled_verdict = torch.compiler.disable(
+        verdicts.kept, reason="seqtile looks at what the modules of a layer are"
+    )
 
     def fits(layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
         tokens, mlp_size, dtype = hidden.shape[:-1].numel(), 0, autocast_dtype(hidden) or hidden.dtype
@@ -81,23 +83,28 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     def tiled(records_attentions: bool, self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
         hidden = given.pop(names[0])
-        of = of_layer_apart if torch.compiler.is_compiling() else verdicts.kept
-        verdict = of(self, autocast_dtype(hidden) or hidden.dtype)
+        verdict_of = uncompiled_verdict if torch.compiler.is_compiling() else verdicts.kept
+        verdict = verdict_of(self, autocast_dtype(hidden) or hidden.dtype)
         if records_attentions or _asks_for_attentions(self, given):
             if records_attentions and not _FORWARD_CHECKPOINTS:
                 _check_not_checkpointed(self)
             if verdict.sharded and verdict.how == "fused":
-                _params_of(verdict, self)  # as when tiled: ZeRO-3 records in the first forward what a layer reads
+                _params_of(
+                    verdict, self
+                )  # in this order, as when tiled: ZeRO-3 records in the first forward what a layer reads
             return inner(self, hidden, **given)
-        if (cached := cache_in(given) is not None) and verdict.form is None and torch.is_grad_enabled():
+        has_cache = cache_in(given) is not None
+        if has_cache and verdict.form is None and torch.is_grad_enabled():
             return inner(self, hidden, **given)  # gradients may flow through the cache
         if not verdict.sharded or verdict.how == "untiled":
             return _compute(verdict, inner, options, self, hidden, given)
 
         def compute(hidden: torch.Tensor) -> Any:  # decides again, from the gathered weights
-            return _compute(of(self, autocast_dtype(hidden) or hidden.dtype), inner, options, self, hidden, given)
+            return _compute(
+                verdict_of(self, autocast_dtype(hidden) or hidden.dtype), inner, options, self, hidden, given
+            )
 
-        chunked = verdict.how == "chunked" or (cached and torch.is_grad_enabled())
+        chunked = verdict.how == "chunked" or (has_cache and torch.is_grad_enabled())
         return gathered(self, compute, hidden, chunked=chunked)
 
     def forward(self, *args, **kwargs):

@@ -37,7 +37,7 @@ from seqtile.models.read import (
     projection_unfused_reason,
     split_lora,
 )
-from seqtile.models.sharded import gathered, inside_call, is_sharded
+from seqtile.models.sharded import gathered, in_own_call, is_sharded
 from seqtile.models.stand_in import standing_in, without_stand_ins
 from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.ops.head.cross_entropy import linear_cross_entropy
@@ -302,11 +302,11 @@ def _cross_entropy(
     if not sharded:
         return of_weight(logits.hidden)
     if not with_logits:
-        return inside_call(head, of_weight, logits.hidden)
+        return in_own_call(head, of_weight, logits.hidden)
     root = logits.root
     # ZeRO-3 keeps the head whole until each tensor that its call was given has a gradient: logits may never get one
     given = [logits.hidden] if logits.hidden is root.hidden else [logits.hidden, root.hidden]
-    loss, root.tensor = inside_call(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)
+    loss, root.tensor = in_own_call(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)
     return loss
 
 
@@ -325,4 +325,4 @@ def _chunked_losses(
         rows = rows_of_chunk(hidden, chunk_tokens)
         return call_in_chunks(losses_of, logits.parts, hidden, targets.unsqueeze(-1), chunk_tokens=rows)
 
-    return gathered(logits.head, losses, logits.hidden, called=False)
+    return gathered(logits.head, losses, logits.hidden, inside_call=False)

@@ -48,9 +48,10 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     sequences run tiled too, so that all ranks call the collectives in the same order whatever their lengths.
     """
     form = gated_form(original)
-    of_mlp, said = Verdicts(partial(_verdict, form or original)).of, []
+    verdict_of, has_noted = Verdicts(partial(_verdict, form or original)).of, False
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        nonlocal has_noted
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
         verdict = found(self, x)
@@ -60,13 +61,13 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
             return gathered(self, partial(tiled, self, None), x, *others, chunked=verdict.how == "chunked")
         chunk = mlp_chunk_tokens(options.chunk_tokens, x, verdict.mlp_size)
         if x.shape[:-1].numel() <= chunk and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
-            if not said:
-                _note_that_it_fits(self, chunk, said)
+            if not (has_noted or torch.compiler.is_compiling()):
+                has_noted = _note_that_it_fits(self, chunk)
             return original(self, x, *others)
         return tiled(self, verdict, x, *others)
 
     def found(self, x: torch.Tensor) -> Verdict:
-        return of_mlp(self, autocast_dtype(x) or x.dtype)
+        return verdict_of(self, autocast_dtype(x) or x.dtype)
 
     def tiled(self, verdict: Verdict | None, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         verdict = verdict or found(self, x)  # of weights that were gathered
@@ -85,17 +86,17 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     return forward
 
 
-def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
-    """At the first step adds the chunk to `said`, and warns if every MLP keeps what it computes until the backward."""
-    if not mlp.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or inside_chunk():
-        return
-    said.append(chunk)
+def _note_that_it_fits(mlp: nn.Module, chunk: int) -> bool:
+    """Warns once if every MLP keeps what it computes until the backward. Returns whether this was a training step."""
+    if not mlp.training or not torch.is_grad_enabled() or inside_chunk():
+        return False
     if not keeps_nothing():
         logger.warning_once(
             f"seqtile: a batch fits in one chunk of {chunk} tokens, so its MLPs run untiled, and without activation "
             "checkpointing all keep what they compute; if memory is short, call model.gradient_checkpointing_enable(), "
             "or pass a smaller chunk_tokens"
         )
+    return True
 
 
 def fused_form(mlp: nn.Module, form: Gated) -> Gated:

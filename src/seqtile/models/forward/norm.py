@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from seqtile.models.find import text_model_of
 from seqtile.models.functions import defining_path, named
-from seqtile.models.placement import Options, computed_forward, original_forward
+from seqtile.models.placement import Options, computed_forward
 from seqtile.models.read import call_unfused_reason, is_plain, process_unfused_reason
 from seqtile.models.recognise import is_llamas_norm
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -27,7 +27,7 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            original_forward(self)  # raises if it would no longer run
+            forward.seqtile_placement.check()
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
         is_readable = is_plain(self._parameters.get("weight")) and process_unfused_reason() is None
         if fits or hidden_states.dim() != 3 or not is_readable:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from seqtile.models.logits.recipe import LogitsRecipe
-from seqtile.models.sharded import inside_call
+from seqtile.models.sharded import in_own_call
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.state import ForwardState, WatchedTensor, autocast_on, default_generators
 from seqtile.protocols import ShardedTokens
@@ -40,7 +40,9 @@ class AtForward:
         self._state = ForwardState(hidden.device, autocast_on(hidden.device), random)
         self._head = recipe.parts.snapshot()
         self._draws = any(module.training and getattr(module, "p", 0) for module in head.modules())  # dropout
-        self._hidden = WatchedTensor("the hidden states", hidden)  # a view made in inference mode has a new counter
+        self._hidden = WatchedTensor(
+            "the hidden states", hidden
+        )  # kept: a view made later in inference mode has a version of its own
         self._weights = {
             name: WatchedTensor(f"the head's {name}", weight, copy=_sample(weight))
             for name, weight in _weights_of(head).items()
@@ -83,7 +85,7 @@ class AtForward:
                 of_rows = function or (lambda rows: rows)
                 return in_rows(lambda hidden, *along: of_rows(recipe.of(hidden, call), *along), hidden, *along)
 
-            found = inside_call(head, of_hidden, recipe.hidden)
+            found = in_own_call(head, of_hidden, recipe.hidden)
         return found.whole() if isinstance(found, ShardedTokens) else found
 
     def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
@@ -135,7 +137,7 @@ def gathers(head: nn.Module) -> bool:
 
 def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that computes the head's logits without the hooks that gather weights. Use it inside the
-    head's own call (`inside_call`)."""
+    head's own call (`in_own_call`)."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
 
 

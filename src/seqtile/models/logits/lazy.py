@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from seqtile.models.logits.late import AtForward, head_alone, in_rows
 from seqtile.models.logits.recipe import RULES, LogitsRecipe, autocast_now
 from seqtile.models.read import leaves_of
-from seqtile.models.sharded import inside_call
+from seqtile.models.sharded import in_own_call
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.graph import gradients_of
 from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
@@ -35,7 +35,7 @@ Rowwise = Callable[..., torch.Tensor]
 def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "LazyLogits":
     """Returns the head's logits as an uncomputed tensor, with gradients for hidden states and head if autograd records.
 
-    With `hidden`, call it inside the head's own call (`inside_call`), with that call's hidden states. Without `hidden`,
+    With `hidden`, call it inside the head's own call (`in_own_call`), with that call's hidden states. Without `hidden`,
     it makes that call, so that the backward also gathers a head that is sharded by itself.
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
@@ -46,7 +46,7 @@ def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "Lazy
         return _Edge.apply(given, hidden, *leaves) if recorded else LazyLogits(given)
 
     if hidden is None and recorded:
-        return inside_call(recipe.head, of_hidden, recipe.hidden)
+        return in_own_call(recipe.head, of_hidden, recipe.hidden)
     return of_hidden(hidden)
 
 

@@ -62,7 +62,8 @@ class LogitsRecipe:
         self.views: tuple[View, ...] = ()
         """The views that made `hidden` from the head's input."""
         self.steps: tuple[Step, ...] = ()
-        self.dtype = (hidden.dtype != torch.float64 and autocast_dtype(hidden)) or hidden.dtype
+        autocast = autocast_dtype(hidden)
+        self.dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
         self._root: LogitsRecipe | None = None
         self.at_forward: Any = None
         """The state of the forward, for later readers, see `AtForward`."""
@@ -97,13 +98,14 @@ class LogitsRecipe:
     @property
     def affine(self) -> Affine | None:
         """The steps as one affine function with an optional soft cap; None if they are not of that form."""
-        scale, softcap, added = 1.0, None, []
+        scale, added = 1.0, []
         steps = [(name, *arguments) for name, arguments, _ in self.steps if name != "to"]
         for i, (name, *arguments) in enumerate(steps):
             if name == "tanh":  # only `* softcap` may follow
-                if [name for name, *_ in steps[i + 1 :]] != ["mul"] or (softcap := steps[i + 1][1]) <= 0:
-                    return None
-                return Affine(scale * softcap, [tensor * softcap for tensor in added], softcap)
+                match steps[i + 1 :]:
+                    case [("mul", softcap)] if softcap > 0:
+                        return Affine(scale * softcap, [tensor * softcap for tensor in added], softcap)
+                return None
             if name == "add":
                 added.append(arguments[0].reshape(-1))
             elif name in ("mul", "div"):
@@ -111,7 +113,7 @@ class LogitsRecipe:
                 scale, added = scale * factor, [tensor * factor for tensor in added]
             else:
                 return None
-        return Affine(scale, added, softcap)
+        return Affine(scale, added, None)
 
     def of(self, hidden: torch.Tensor, head: Callable | None = None) -> torch.Tensor:
         """Computes the logits of other hidden states [..., D]."""

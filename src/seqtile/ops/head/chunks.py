@@ -79,8 +79,8 @@ class LogitChunk(NamedTuple):
     head."""
 
     logits: list[torch.Tensor]
-    """[C, V]: products hidden W'. **Destroyed** where `write_grads` is True: they then hold the gradient of the sum of
-    scales * values with respect to the capped logits' argument, times the temperature."""
+    """[C, V]: products hidden W'. **Destroyed** where `write_grads` is True: they then hold temperature * dL/dz, where
+    L is the sum of scales * values and z = logit_scale * products + bias."""
     biases: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
     """`ChunkedHeads.inputs` of the chunk's tokens."""

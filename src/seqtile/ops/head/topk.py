@@ -105,7 +105,7 @@ def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) 
     lse = torch.empty_like(losses)
     unused, target = torch.empty_like(losses), torch.zeros_like(losses, dtype=torch.int64)
     cross_entropy_(products, target, unused, options, lse=lse, bias=bias)
-    holes = lse  # the kernel's sum: the tail, and with a cap, which makes -inf finite, the removed tokens
+    kernel_lse = lse  # with a soft cap -inf becomes -softcap, so this still counts the k removed tokens
     if options.softcap > 0:
         taken_out = ids.shape[1] * (-options.softcap / options.temperature - lse).exp()
         lse = lse + torch.log1p(-taken_out.clamp(max=1))
@@ -121,7 +121,7 @@ def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) 
     of_row = torch.ones_like(rest) if scale is None else scale.unsqueeze(1)
     # The kernel multiplies the softmax over the other tokens by this: total * s - rest, times the tail's share of the
     # kernel's sum.
-    of_tail = of_row * (total * logs.exp() - rest) * (holes.unsqueeze(1) - log_tail).exp()
+    of_tail = of_row * (total * logs.exp() - rest) * (kernel_lse.unsqueeze(1) - log_tail).exp()
     of_tail = torch.where(log_tail == -math.inf, 0.0, of_tail).squeeze(1).contiguous()
     none = torch.zeros_like(losses)
     cross_entropy_(products, target, unused, options, write_grad=True, bias=bias, row_scale=none, lse_scale=of_tail)

@@ -18,7 +18,7 @@ import torch
 from dev import models
 
 folder = Path(sys.argv.pop())
-models.PAGE, models.proof.PROVEN = folder / "page.md", folder / "proven.json"
+models.PAGE, models.proven.PROVEN = folder / "page.md", folder / "proven.json"
 models.model_types, models.REAL_CONFIGS = lambda: ["llama"], []
 models.main()
 
@@ -73,7 +73,7 @@ def test_models_and_check_cuda(tmp_path: Path) -> None:
     }
     version = transformers.__version__
     [(_, files)] = json.loads((tmp_path / "proven.json").read_text()).items()
-    known = json.loads((ROOT / "src" / "seqtile" / "models" / "proven.json").read_text())[version]
+    known = json.loads((ROOT / "src" / "seqtile" / "proof" / "proven.json").read_text())[version]
     assert files and all(set(digests.split()) <= set(known[file].split()) for file, digests in files.items())
     page = (tmp_path / "page.md").read_text()
     if f"transformers=={version}" in (ROOT / "dev" / "constraints.txt").read_text():

@@ -13,7 +13,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from importlib.metadata import distributions, version
@@ -77,16 +77,10 @@ def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def signature_of(options: type) -> inspect.Signature:
-    """Returns the fields of a dataclass as typer takes them; what is False by default has no option that says so."""
-    found, keyword = [], inspect.Parameter.KEYWORD_ONLY
-    for field in fields(options):
-        given, default, about = field.metadata["given"], inspect.Parameter.empty, typer.Argument
-        if field.default is not MISSING:
-            flag = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
-            default, about = field.default, partial(typer.Option, *(field.metadata["names"] or flag))
-        annotation = Annotated[field.type, about(**given)]
-        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))
-    return inspect.Signature(found)
+    """Returns the fields of a dataclass as typer takes them."""
+    parameters = inspect.signature(options).parameters.values()
+    kinds = (Annotated[field.type, field.metadata["typer"]] for field in fields(options))
+    return inspect.Signature([one.replace(annotation=kind) for one, kind in zip(parameters, kinds, strict=True)])
 
 
 def of_output(quiet: bool = False) -> Console:

@@ -3,15 +3,15 @@
 import os
 import re
 import tempfile
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from typer import Argument, Option
 
 from seqtile.memory.setup import expect
 
@@ -22,13 +22,15 @@ TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
-def option(default: Any, help: str, *names: str, **given: Any) -> Any:
-    """Returns a field that is an option of a command, called as the field unless there are `names`; `given` is what
-    typer takes besides."""
-    return field(default=default, metadata={"names": names, "given": {"help": help} | given})
+def option(default: Any, help: str, *names: str, **others: Any) -> Any:
+    """Returns a field that is an option of a command, named as the field unless there are `names`; `others` are
+    arguments of `typer.Option`. What is False by default has one name, since typer adds --no-NAME otherwise."""
+    return field(default=default, metadata={"typer": Option(..., *names, help=help, **others)})
 
 
-argument = partial(option, MISSING)  # a field that is an argument of a command
+def argument(help: str) -> Any:
+    """Returns a field that is an argument of a command."""
+    return field(metadata={"typer": Argument(help=help)})
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class CheckOptions:
     """The options of `seqtile check`."""
 
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
-    full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
-    trust_remote_code: bool = option(False, "Run the code that comes with the model.")
+    full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.", "--full")
+    trust_remote_code: bool = option(False, "Run the code that comes with the model.", "--trust-remote-code")
     variants: bool = option(True, "Also try other config values, and packed, padded and other batches; takes minutes.")
     as_json: bool = option(False, "Print JSON.", "--json")
 
@@ -51,12 +53,11 @@ class EvaluateOptions:
     adapter: Path | None = option(None, "A directory with a PEFT adapter for the model.")
     context: int | None = option(None, "The most tokens that the model gets at once (default: a whole document).")
     stride: int | None = option(None, "Tokens from one window of --context to the next (default: half of it).")
-    layer: bool = option(False, "Tile whole layers: longer documents fit.")
+    layer: bool = option(False, "Tile whole layers: longer documents fit.", "--layer")
     dtype: str = option("float32", "Dtype of weights and computation: float32 or bfloat16.")
     device: str | None = option(None, "cpu or cuda (default: cuda if there is one).")
     output: Path | None = option(None, "Directory for evaluation.json and evaluation.png.")
     as_json: bool = option(False, "Print JSON.", "--json")
-    world_size: int = option(1, "Set by torchrun.", envvar="WORLD_SIZE", hidden=True)
     local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
     def check(self) -> None:

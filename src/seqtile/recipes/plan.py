@@ -39,12 +39,12 @@ class PlanOptions:
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
     optimizer: str = option("adamw", "adamw (16 bytes a parameter, float32 copy included), adamw_8bit or sgd.")
     dtype: str = option("bfloat16", "Dtype of weights and activations: bfloat16, float16 or float32.")
-    autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
+    autocast: bool = option(False, "Float32 weights and residual stream, torch.autocast to --dtype.", "--autocast")
     lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
-    load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
-    accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
+    load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits below adapters.", "--load-in-4bit")
+    accumulate: bool = option(False, "Gradient accumulation: gradients of earlier batches are kept.", "--accumulate")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
-    layer: bool = option(False, "Tile whole layers, needed or not.")
+    layer: bool = option(False, "Tile whole layers, needed or not.", "--layer")
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")
@@ -59,7 +59,7 @@ class PlanOptions:
             raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}; {tried}")
         setup["gpu_memory_gib"] = room(self.gpu_memory_gib, self.margin)
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
-        setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
+        setup |= {"batches": "whole", "head_groups": number_or_name(self.head_groups)}  # as `to_turn_on` says
         return setup | {"sequence_parallel": shared_by, "offload": offload}
 
 

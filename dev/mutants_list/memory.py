@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "plan: the longest sequence is a token short",
         "Predictor.longest",
-        "while too_many - most > 1:",
-        "while too_many - most > 2:",
+        "most = least + bisect_left(",
+        "most = least - 1 + bisect_left(",
         PLAN,
     ),
     Mutant(

@@ -122,21 +122,26 @@ def gpu_memory_at_hand() -> float:
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the GPU that you plan for")
     free, total = torch.cuda.mem_get_info()
     at_hand = min(total, free + torch.cuda.memory_reserved() + GIB) / GIB  # a plan counts 1 GiB for CUDA
-    return of_every_rank(at_hand).min().item()
+    return gather_numbers(at_hand).min().item()
 
 
 def host_memory_at_hand() -> float:
     """Returns the GiB of free host memory: the least of all ranks, so that all turn on the same features."""
-    return of_every_rank(available() / GIB).min().item()
+    return gather_numbers(available() / GIB).min().item()
 
 
-def of_every_rank(*values: float) -> torch.Tensor:
-    """Returns [ranks, len(values)]: these of every rank."""
-    found = [values]
+def gather_numbers(*numbers: float) -> torch.Tensor:
+    """Returns these numbers of every rank: [ranks, len(numbers)], float64."""
+    gathered = [numbers]
     if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, values)
-    return torch.tensor(found, dtype=torch.float64)
+        gathered = [numbers] * dist.get_world_size()
+        dist.all_gather_object(gathered, numbers)
+    return torch.tensor(gathered, dtype=torch.float64)
+
+
+def on_any_rank(happened: bool) -> bool:
+    """Returns whether something happened on this rank or on another one."""
+    return bool(gather_numbers(happened).any())
 
 
 def formula_of(config: Any) -> Formula:

@@ -35,7 +35,7 @@ def test_tables() -> None:
     for _, longest in memory.ladder(LLAMA, **ON_80, **over_8):
         assert f"{longest.tokens:,}" in text
     assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB, 64 for a step\n" in text
-    for line in ("seqtile.apply_seqtile(model, layer=True)", 'sp.initialize(8), batches="whole")', "offload.enable(model, "):
+    for line in ("apply_seqtile(model, layer=True)", 'sp.initialize(8), batches="whole")', "offload.enable(model, "):
         assert line in text
     text = said("google/gemma-2-9b", "--gpus", "8", "--offload", "optimizer")
     assert "seqtile.apply_seqtile(model)" in text and "apply_liger_kernel_to_gemma2" in text

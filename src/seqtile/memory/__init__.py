@@ -6,6 +6,7 @@ It imports neither torch nor transformers, and so answers at once. `simulate`, w
 model types without a formula: it runs their code on tensors without data.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -105,11 +106,9 @@ class Predictor(Protocol):
         def bound(tokens: int) -> str | None:  # per GPU
             return self.predict(setup, tokens * size, batch_size).bound
 
-        least, too_many = setup.shared_tokens // size, 2**40 // size  # longer than any sequence
-        most = least
-        while too_many - most > 1:
-            middle = (most + too_many) // 2
-            most, too_many = (middle, too_many) if bound(middle) is None else (most, middle)
+        least = setup.shared_tokens // size
+        lengths = range(least + 1, 2**40 // size)  # no sequence is as long as the last
+        most = least + bisect_left(lengths, True, key=lambda tokens: bound(tokens) is not None)
         return Longest(most * size if most > least else 0, bound(most + 1) or "nothing")
 
     def turned_on(

@@ -12,9 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from seqtile.limits import installed
 
 PROBES = {
     "leak": "outputs of document 2 that change with a token of document 1, in a packed row",
@@ -49,14 +50,6 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str]:
         return self.probe, self.package, self.system
-
-
-def installed(package: str) -> str:
-    """Returns the version of a package, "" if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def probe(
@@ -118,7 +111,7 @@ def ended(command: list[str], directory: str, time_limit: float) -> tuple[str, s
 
 
 def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) | {"version": installed(row.package)} for row in rows]
+    return [asdict(row) | {"version": installed(row.package) or ""} for row in rows]
 
 
 def markdown(rows: list[Row]) -> str:

@@ -90,7 +90,7 @@ def deepspeed_accumulates() -> Finding:
 
     def backward(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
         hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[0, :-1]
-        (of_deepspeed(hidden, model.lm_head.weight, batch["labels"][0, 1:], 16, "sum") / items).backward()
+        (deepspeed_tiled_loss(hidden, model.lm_head.weight, batch["labels"][0, 1:], 16, "sum") / items).backward()
 
     return accumulation(small_model(), backward)
 
@@ -127,7 +127,7 @@ def untiled(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tenso
     return F.cross_entropy(hidden @ weight.T, target)
 
 
-def of_seqtile(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+def seqtile_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
     return seqtile.linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk)
 
 
@@ -142,12 +142,12 @@ def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> 
     return sum(checkpoint(loss, x, y, use_reentrant=False) for x, y in parts) / len(target)
 
 
-def of_torch(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+def torch_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **given)
     return F.linear_cross_entropy(hidden, weight, target, options=options)
 
 
-def of_deepspeed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
+def deepspeed_tiled_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     def loss(_: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -157,14 +157,14 @@ def of_deepspeed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, red
     return TiledFusedLogitsLoss.apply(loss, None, hidden[None], target[None], None, shards, [weight], reduction)
 
 
-def of_trl(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+def trl_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
 
     log_probs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, target, 1.0, 256, None, 1.0, ())
     return -log_probs.mean()
 
 
-def of_liger(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+def liger_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return LigerFusedLinearCrossEntropyLoss(**given)(weight, hidden, target)
@@ -205,15 +205,15 @@ def memory(loss: Loss, device: str = "cpu") -> Finding:
 FLOAT32 = {"acc_policy": "accurate", "acc_dtype": torch.float32}
 OWN = "its own number of chunks"
 HEADS: tuple[tuple[str, str, Loss, str], ...] = (
-    ("linear_cross_entropy", "seqtile", of_seqtile, ""),
-    ("F.linear_cross_entropy, chunk size chosen", "torch", of_torch, ""),
-    ("the same, accurate, float32", "torch", partial(of_torch, **FLOAT32), "acc_policy, acc_dtype"),
+    ("linear_cross_entropy", "seqtile", seqtile_loss, ""),
+    ("F.linear_cross_entropy, chunk size chosen", "torch", torch_loss, ""),
+    ("the same, accurate, float32", "torch", partial(torch_loss, **FLOAT32), "acc_policy, acc_dtype"),
     ("checkpointed chunks", "torch", checkpointed, "a loop by hand"),
     ("untiled", "torch", untiled, "one piece, for comparison"),
-    ("TiledFusedLogitsLoss", "deepspeed", of_deepspeed, "mean of shards"),
-    ("ChunkedLogProbFunction", "trl", of_trl, "its own tiles of 4,096 tokens"),
-    ("fused linear cross-entropy", "liger-kernel", of_liger, OWN),
-    ("the same, accum_dtype float32", "liger-kernel", partial(of_liger, accum_dtype=torch.float32), OWN),
+    ("TiledFusedLogitsLoss", "deepspeed", deepspeed_tiled_loss, "mean of shards"),
+    ("ChunkedLogProbFunction", "trl", trl_loss, "its own tiles of 4,096 tokens"),
+    ("fused linear cross-entropy", "liger-kernel", liger_loss, OWN),
+    ("the same, accum_dtype float32", "liger-kernel", partial(liger_loss, accum_dtype=torch.float32), OWN),
 )
 
 

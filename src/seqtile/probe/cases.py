@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile.probe import Row, installed
+from seqtile.limits import installed
+from seqtile.probe import Row
 
 VOCAB, TOKENS = 97, 64
 BOUNDARY = 24  # where document 2 starts: not at a shard boundary

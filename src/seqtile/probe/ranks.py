@@ -28,7 +28,7 @@ def one_label() -> dict[str, Tensor]:
     return batch
 
 
-def of_label(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
+def label_factor(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
     """Compares `loss(batch)`, the loss of both ranks, with one process. `loss` gets the whole batch."""
     factor = float(loss(one_label()).detach() / truth(one_label(), "eager")[0])
     return Finding(abs(factor - 1) < 1e-5, f"x {factor:.2f}")
@@ -58,13 +58,13 @@ def seqtile_cases() -> list[Case]:
         Case("window", "2 ranks", "seqtile", lambda: window(spread(WINDOW))),
         Case("window", "2 ranks, packed", "seqtile", lambda: window(spread(WINDOW), packed=True)),
         Case("scale", "2 ranks, DDP", "seqtile", seqtile_scale),
-        Case("label", "2 ranks", "seqtile", lambda: of_label(lambda batch: spread()(**batch).loss)),
+        Case("label", "2 ranks", "seqtile", lambda: label_factor(lambda batch: spread()(**batch).loss)),
         Case("label", "labels cut before the shift", "transformers", cut_before_the_shift, SHIFT),
     ]
 
 
 def cut_before_the_shift() -> Finding:
-    found = of_label(cut_by_hand)
+    found = label_factor(cut_by_hand)
     return found.by_contract(found.figure == "x 0.00")
 
 
@@ -154,7 +154,7 @@ def deepspeed_cases() -> list[Case]:
     return [
         Case("leak", system, "deepspeed", lambda: leak(deepspeed_logits()), REFUSED),
         Case("window", system, "deepspeed", lambda: window(deepspeed_logits(WINDOW)), REFUSED),
-        Case("label", system, "deepspeed", lambda: of_label(partial(deepspeed_loss, small_model()))),
+        Case("label", system, "deepspeed", lambda: label_factor(partial(deepspeed_loss, small_model()))),
         *(
             Case("scale", f"{system}, ZeRO-{stage}", "deepspeed", partial(deepspeed_scale, stage), note)
             for stage, note in ((0, SCALE), (2, SCALE), (3, "the stage of its tutorial"))

@@ -67,16 +67,14 @@ class EvaluateOptions:
         expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         expect("--context", self.context is None or self.context >= 2, TWO_TOKENS, self.context)
         expect("--stride", fits, f"at least 1 and less than {longer}", self.stride)
-        for file in (*self.text, *([self.adapter] if self.adapter else [])):
-            if not file.exists():
-                raise ValueError(f"{file} does not exist{what_is_here(file)}")
-        if self.adapter is not None and not self.adapter.is_dir():
-            raise ValueError(f"--adapter: {self.adapter} is no directory; pass the one that has adapter_config.json")
+        if self.adapter is not None:
+            check_path("--adapter: ", self.adapter, "the directory with adapter_config.json")
+            if not self.adapter.is_dir():
+                raise ValueError(f"--adapter: {self.adapter} is no directory; pass the one with adapter_config.json")
         for file in self.text:
+            check_path("", file, "text files")
             if file.is_dir():
                 raise ValueError(f"{file} is a directory, expected text files; pass those in it, such as {file}/*.txt")
-            if not file.is_file():
-                raise ValueError(f"{file} is a pipe or a device, expected text files; save its text in one")
         source(self.model, "MODEL")
 
 
@@ -157,6 +155,14 @@ def in_brief(error: BaseException) -> str:
     """Returns an error's text in one line, with its type where the text alone says little, as a KeyError's."""
     named = f"{type(error).__name__}: " * isinstance(error, LookupError | ArithmeticError | TypeError)
     return shorten(f"{named}{error}" or type(error).__name__, 200, placeholder=" ...").rstrip(".")
+
+
+def check_path(who: str, path: Path, expected: str) -> None:
+    """Raises ValueError, which begins with `who`, for a path that does not exist, and for what may never end."""
+    if not path.exists():
+        raise ValueError(f"{who}{path} does not exist{what_is_here(path)}; pass {expected}")
+    if not path.is_dir() and not path.is_file():
+        raise ValueError(f"{who}{path} is a pipe or a device, expected {expected}; save its text in a file")
 
 
 def what_is_here(path: Path) -> str:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import transformers
@@ -76,7 +76,9 @@ def load_config(model: str, asked_by: str = "--model", **options: Any) -> PreTra
 
 
 def load_tokenizer(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model`; `options` as above. Raises ValueError if its files cannot be read."""
+    """Returns the tokenizer of `model`; `options` as above. Raises ValueError if its files cannot be read, or if
+    neither a path nor the hub has the model."""
+    load_config(model, asked_by, **options)
     name, file = source(model)
     with read_of(f"{asked_by}: the tokenizer of {model}"):
         return AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False} | file | options)
@@ -114,9 +116,11 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def read_text(opened: TextIO) -> str:
-    """Returns the text of a file. Raises UnicodeError if it turns out to be no text."""
-    text = opened.read()
+def read_text(file: Path, newline: str | None = None) -> str:
+    """Returns the text of a UTF-8 file, without a byte order mark; `newline` as for `open`. Raises UnicodeError if it
+    turns out to be no text."""
+    with file.open(encoding="utf-8-sig", newline=newline) as opened:
+        text = opened.read()
     if "\0" in text:
         raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
     return text

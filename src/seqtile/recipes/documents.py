@@ -12,7 +12,7 @@ from datasets import Dataset, load_dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import get_dataset, is_conversational
 
-from seqtile.recipes import HUB_NAME, what_is_here
+from seqtile.recipes import HUB_NAME, check_path
 from seqtile.recipes.data import read_of, read_text
 from seqtile.recipes.options import Asked
 
@@ -75,8 +75,7 @@ def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
     ids, read, skipped = array("q"), 0, {}
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig") as opened:  # a byte order mark is no text
-                found = tokenizer(read_text(opened), add_special_tokens=False, verbose=False)["input_ids"]
+            found = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
             why = "empty" if not found else "a table of rows, not text" if file.suffix.lower() in TABLES else None
         except UnicodeError:
             why = "not UTF-8 text"
@@ -111,10 +110,7 @@ def counted(number: int, noun: str) -> str:
 def files_of(paths: list[Path]) -> Iterator[Path]:
     """Yields the files, and those under the directories, in sorted order. Raises ValueError for what is neither."""
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"--data: {path} does not exist{what_is_here(path)}; pass files, or directories of them")
-        if not path.is_dir() and not path.is_file():
-            raise ValueError(f"--data: {path} is a pipe or a device, expected files; save its text in one")
+        check_path("--data: ", path, "files, or directories of them")
         yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 

@@ -15,7 +15,7 @@ from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
 from seqtile.recipes import EvaluateOptions, check_output
-from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, memory_errors, read_of, read_text
+from seqtile.recipes.data import device_of, load_model, load_tokenizer, memory_errors, read_of, read_text
 from seqtile.recipes.output import write_figures
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
     ranks = nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank)
     with memory_errors(f"MODEL {asked.model} and its documents need", remedy), ranks as ctx:
-        load_config(asked.model, "MODEL")
         documents, text_bytes = _documents(asked)
         model = load_model(asked.model, "MODEL")
         if asked.adapter is not None:
@@ -74,8 +73,7 @@ def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:
     tokenizer, found, text_bytes = load_tokenizer(asked.model, "MODEL"), [], 0
     for file in asked.text:
         try:
-            with file.open(encoding="utf-8-sig", newline="") as opened:
-                text = read_text(opened)
+            text = read_text(file, newline="")
         except (UnicodeError, OSError) as error:
             raise ValueError(f"{file} cannot be read as UTF-8 text ({error}); pass text files") from error
         ids = tokenizer(text, verbose=False).input_ids

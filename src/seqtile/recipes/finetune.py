@@ -28,13 +28,13 @@ from trl import get_quantization_config as quantization_of
 
 from seqtile import sp
 from seqtile.evaluation import positions_of
-from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, of_every_rank
+from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, on_any_rank
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.memory.setup import GIB
 from seqtile.recipes import check_output
-from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
+from seqtile.recipes.data import load_model, load_tokenizer, memory_errors
 from seqtile.recipes.documents import counted, dataset_of
 from seqtile.recipes.memory import MIB, peak_mib, planned_setup, return_freed_memory
 from seqtile.recipes.options import Asked, Parser, parsed
@@ -102,7 +102,7 @@ def write_results(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, 
             watch.say(f"model, report.json and report.png are in {place}")
         except OSError as error:
             watch.say(f"note: the model is in {place}, but no report could be written there ({cause(error, place)})")
-    of_every_rank(0.0)  # the first rank draws while others wait
+    trainer.accelerator.wait_for_everyone()  # until the first rank has written
 
 
 @contextmanager
@@ -132,7 +132,6 @@ def train(asked: Asked, watch: Watch) -> Tuner:
         watch.say(f"note: the model of an earlier run in {training.output_dir} will be replaced")
     with watch.console.status("loading"):
         source = asked.source()
-        load_config(model_options.model_name_or_path, **source)
         tokenizer = load_tokenizer(model_options.model_name_or_path, **source)
         rows, others, said = dataset_of(asked, tokenizer)
         options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **source}
@@ -257,7 +256,7 @@ def save(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
             error = raised
             failed.append(f"in {place} ({error})")
             watch.say(f"note: the model cannot be saved {failed[-1]}")
-        if not of_every_rank(float(error is not None)).any():
+        if not on_any_rank(error is not None):
             return place
     raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 

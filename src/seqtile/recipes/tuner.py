@@ -24,7 +24,7 @@ from trl import SFTTrainer
 
 import seqtile
 from seqtile import sp
-from seqtile.fitting import of_every_rank
+from seqtile.fitting import gather_numbers, on_any_rank
 from seqtile.recipes import in_brief
 from seqtile.recipes.memory import MIB, peak_mib
 from seqtile.recipes.output import remove
@@ -112,14 +112,14 @@ class Tuner(SFTTrainer):
             self.failed = cause(error, output)  # a text, since the error's frames hold files open
         finally:
             self.incomplete = None
-        if not of_every_rank(float(self.failed is not None)).any() and main:
+        if not on_any_rank(self.failed is not None) and main:
             try:
                 (aside / name).replace(output / name)
             except OSError as error:
                 self.failed = cause(error, output)
         if main:
             remove(aside)
-        if of_every_rank(float(self.failed is not None)).any():
+        if on_any_rank(self.failed is not None):
             self.state.best_model_checkpoint = best
             step = f"step {self.state.global_step} of {self.state.max_steps}"
             self.watch.say(f"note: no checkpoint after {step} ({self.failed or 'on another rank'})")
@@ -152,7 +152,7 @@ class OverRanks(sp.SequenceParallelTrainerMixin, Tuner):
 def check_finite(model: nn.Module) -> None:
     """Raises ValueError, on all ranks alike, if a weight is NaN or infinite."""
     wrong = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
-    if of_every_rank(float(bool(wrong))).any():
+    if on_any_rank(bool(wrong)):
         name = wrong[0] if wrong else "a weight on another rank"
         raise ValueError(f"{name} holds nan or inf, so it was not saved; train with a smaller --learning-rate")
 
@@ -212,7 +212,7 @@ class Watch(TrainerCallback):
         """Returns the seconds of a step since the last loss, the tokens per second of all ranks, and the largest peak
         of one."""
         seconds = time.perf_counter() - self.start
-        ranks = of_every_rank(float(self.tokens), peak_mib(device))
+        ranks = gather_numbers(float(self.tokens), peak_mib(device))
         tokens = ranks[:, 0].sum().item() / self.shared_by
         found = {"step_seconds": seconds / self.steps, "tokens_per_second": tokens / seconds}
         self.tokens = self.steps = 0
@@ -235,7 +235,7 @@ class Watch(TrainerCallback):
             self.status = str(seqtile.status(model))
             self.say(self.status)
         self.bar.update()
-        if of_every_rank(float(self.received is not None)).any():
+        if on_any_rank(self.received is not None):
             control.should_save = control.should_training_stop = True
             self.received = self.received or signal.SIGTERM
         last = state.global_step == state.max_steps

@@ -146,7 +146,7 @@ MUTANTS = (
         "plan: the first row that fits is marked, whichever is planned",
         "lengths_table",
         "setup == planned",
-        "found is fitting[0][1]",
+        "longest is fitting[0][1]",
         ("recipes/test_forecast.py",),
         select="marked",
     ),

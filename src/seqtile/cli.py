@@ -209,9 +209,9 @@ def plan(asked: PlanOptions) -> None:
     """
     console = stdout_console()
     with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
-        found = forecast(asked, status.update)
-    is_too_long = asked.seq_len is not None and not found.fits(asked.seq_len)
-    finish(figures(found) if asked.as_json else partial(print_forecast, found, console), is_too_long)
+        result = forecast(asked, status.update)
+    is_too_long = asked.seq_len is not None and not result.fits(asked.seq_len)
+    finish(figures(result) if asked.as_json else partial(print_forecast, result, console), is_too_long)
 
 
 def finish(result: Callable[[], None] | dict[str, Any] | list[Any], failed: bool) -> None:
@@ -294,9 +294,9 @@ def cpu() -> str:
 
 def compiler() -> str:
     """Returns what Triton builds its launcher with."""
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
+    program = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return f"{found}, {'with' if header.exists() else 'without'} Python.h"
+    return f"{program}, {'with' if header.exists() else 'without'} Python.h"
 
 
 def gpus() -> dict[str, str]:
@@ -310,14 +310,14 @@ def gpus() -> dict[str, str]:
     names = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}" for gpu in seen)
     driver = collect_env.get_nvidia_driver_version(collect_env.run) or "none"
     cuda = f"{torch.version.cuda or 'none'} in torch, driver {driver}"
-    found = {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
+    lines = {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
     switches = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDPA}
-    found["sdpa"] = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items())
+    lines["sdpa"] = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items())
     try:
-        found["cuDNN"] = str(torch.backends.cudnn.version() or "none")
+        lines["cuDNN"] = str(torch.backends.cudnn.version() or "none")
     except RuntimeError as error:  # it is not the one that torch was built for
-        found["cuDNN"] = f"unknown: {error}"
-    return found
+        lines["cuDNN"] = f"unknown: {error}"
+    return lines
 
 
 def main() -> None:

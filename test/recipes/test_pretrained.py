@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes import source
-from seqtile.recipes.data import load_config, load_model, load_tokenizer
+from seqtile.recipes.pretrained import load_config, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -84,7 +84,7 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
     def full(*args: object, **options: object) -> None:
         torch.empty(2**56)
 
-    monkeypatch.setattr("seqtile.recipes.data.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("seqtile.recipes.pretrained.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         load_model(str(tmp_path))
 

@@ -112,16 +112,16 @@ class Predictor(Protocol):
         return Longest(most * size if most > least else 0, bound(most + 1) or "nothing")
 
     def turned_on(
-        self, given: Setup, names: Iterable[str] = FEATURES, host: bool = True
+        self, base: Setup, names: Iterable[str] = FEATURES, host: bool = True
     ) -> Iterator[tuple[str, Setup, str | None]]:
-        """Turns on one feature after the other, in the order of their cost in time, beside what is `given`; `host`:
+        """Turns on one feature after the other, in the order of their cost in time, beside those of `base`; `host`:
         False to leave layer inputs where they are. Yields each feature's name, the setup with it, and None; or the
         setup without it, and why it is left out."""
-        setup = replace(given, tiles=(), head_groups=None)
+        setup = replace(base, tiles=(), head_groups=None)
         for name in names:
             more = with_features(setup, name)
-            if name == "groups" and given.head_groups is not None:
-                more = replace(more, head_groups=given.head_groups)
+            if name == "groups" and base.head_groups is not None:
+                more = replace(more, head_groups=base.head_groups)
             kept = name == "host" and not host
             refusal = "what is trained is in host memory" if kept else self.refusal(name, more)
             setup = more if refusal is None else setup
@@ -208,10 +208,10 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
 
     `setup` applies to all rows. tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
     those of the last row, "auto" by default."""
-    formula, given = Formula(shape_of(config)), setup_of({"tiles": TILES} | setup)  # without, no head_groups are taken
-    if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
+    formula, base = Formula(shape_of(config)), setup_of({"tiles": TILES} | setup)  # without, no head_groups are taken
+    if {"tiles", "liger"} & setup.keys() or "activations" in base.offload:
         raise ValueError("tiles, liger and offload of activations: expected none, since all are tried; use longest")
-    rows = [(name, row) for name, row, refusal in formula.turned_on(given) if refusal is None]
+    rows = [(name, row) for name, row, refusal in formula.turned_on(base) if refusal is None]
     tiled = [row for name, row in rows if FEATURES[name].changes.keys() == {"tiles"}]
     alone = [replace(row, sequence_parallel=1) for row in tiled]
     for row in dict.fromkeys([*alone, *(row for _, row in rows[len(tiled) - 1 :])]):

@@ -87,8 +87,8 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
             file.touch()
             command = [*started, "-m", "seqtile.probe.tree", tree, str(file), *names]
             verdict, why = ended(command, directory, time_limit)
-            found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
-        rows |= {row.key: row for row in found}
+            written = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
+        rows |= {row.key: row for row in written}
     return [rows.get(case.row("").key) or case.row(verdict, note=why) for case in cases]
 
 

@@ -38,13 +38,13 @@ def tiled_model(sliding_window: int | None = None) -> nn.Module:
 
 def unequal_batches() -> list[dict[str, Tensor]]:
     """Returns two batches with one row of 64 tokens each; the last 60 and the last 4 tokens have labels."""
-    found = []
+    batches = []
     for i, labelled in enumerate(UNEQUAL):
         ids = torch.randint(3, VOCAB, (1, 64), generator=torch.Generator().manual_seed(i))
         labels = ids.clone()
         labels[:, :-labelled] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
 
 
 def both_at_once() -> Tensor:
@@ -61,8 +61,8 @@ def accumulation(model: nn.Module, backward: Callable[[nn.Module, dict[str, Tens
     return small_error(error(gradients(model), both_at_once()))
 
 
-def small_error(found: float) -> Finding:
-    return Finding(found < CLOSE, f"{found:.1e}")
+def small_error(value: float) -> Finding:
+    return Finding(value < CLOSE, f"{value:.1e}")
 
 
 def by_items(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
@@ -142,8 +142,8 @@ def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> 
     return sum(checkpoint(loss, x, y, use_reentrant=False) for x, y in parts) / len(target)
 
 
-def torch_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **given)
+def torch_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **others: Any) -> Tensor:
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **others)
     return F.linear_cross_entropy(hidden, weight, target, options=options)
 
 
@@ -164,10 +164,10 @@ def trl_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tens
     return -log_probs.mean()
 
 
-def liger_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+def liger_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **options: Any) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    return LigerFusedLinearCrossEntropyLoss(**given)(weight, hidden, target)
+    return LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, target)
 
 
 def problem(tokens: int, width: int, words: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -182,12 +182,12 @@ def head(loss: Loss, device: str = "cpu") -> Finding:
     hidden, weight, target = problem(*HEAD, torch.bfloat16, device)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     untiled(*exact, target, 0).backward()
-    found = []
+    errors = []
     for each in (untiled, loss):
         weight.grad = hidden.grad = None
         each(hidden, weight, target, HEAD[0] // CHUNKS).backward()
-        found.append(error(weight.grad, exact[1].grad))
-    return Finding(found[1] <= 2 * found[0], f"{found[1]:.1e}", "imprecise")
+        errors.append(error(weight.grad, exact[1].grad))
+    return Finding(errors[1] <= 2 * errors[0], f"{errors[1]:.1e}", "imprecise")
 
 
 def memory(loss: Loss, device: str = "cpu") -> Finding:
@@ -218,7 +218,7 @@ HEADS: tuple[tuple[str, str, Loss, str], ...] = (
 
 
 def cases() -> list[Case]:
-    found = [
+    all_cases = [
         Case("leak", "layer=True", "seqtile", lambda: leak(tiled_model())),
         Case("leak", "sdpa, position_ids", "transformers", lambda: leak(small_model())),
         Case("window", "layer=True", "seqtile", lambda: window(tiled_model(WINDOW))),
@@ -236,5 +236,5 @@ def cases() -> list[Case]:
     for name, probe in (("head", head), ("memory", memory)):
         for system, package, loss, note in HEADS:
             gpu = package == "liger-kernel"
-            found.append(Case(name, system, package, partial(probe, loss, "cuda" if gpu else "cpu"), note, gpu))
-    return found
+            all_cases.append(Case(name, system, package, partial(probe, loss, "cuda" if gpu else "cpu"), note, gpu))
+    return all_cases

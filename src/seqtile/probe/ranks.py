@@ -64,8 +64,8 @@ def seqtile_cases() -> list[Case]:
 
 
 def cut_before_the_shift() -> Finding:
-    found = label_factor(cut_by_hand)
-    return found.by_contract(found.figure == "x 0.00")
+    finding = label_factor(cut_by_hand)
+    return finding.by_contract(finding.figure == "x 0.00")
 
 
 def cut_by_hand(batch: dict[str, Tensor]) -> Tensor:
@@ -88,8 +88,8 @@ def register() -> None:
 
     deepspeed.ops.__compatible_ops__ = {}  # on a CPU it would compile collectives for inference in C++
     deepspeed.init_distributed("gloo")
-    given = {"sequence_parallel_size": RANKS, "micro_batch_size": 1}
-    UlyssesSPAttentionHF.register_with_transformers(small_model(), "sdpa", **given)
+    sizes = {"sequence_parallel_size": RANKS, "micro_batch_size": 1}
+    UlyssesSPAttentionHF.register_with_transformers(small_model(), "sdpa", **sizes)
 
 
 def groups() -> Any:
@@ -143,9 +143,9 @@ def deepspeed_scale(stage: int) -> Finding:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=groups())
     engine.backward(deepspeed_loss(engine, batch_of()))
-    found = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in model.parameters()])
+    gradient = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in model.parameters()])
     engine.destroy()
-    return scale(found, truth(batch_of(), "eager")[1])
+    return scale(gradient, truth(batch_of(), "eager")[1])
 
 
 def deepspeed_cases() -> list[Case]:

@@ -141,11 +141,11 @@ def hub_config(name: str, unknown: str) -> str:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
-        if not isinstance(found, str):
+        file = try_to_load_from_cache(name, "config.json")
+        if not isinstance(file, str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
-            found = hf_hub_download(name, "config.json")
-        return found
+            file = hf_hub_download(name, "config.json")
+        return file
     except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
         on_hub = f"as a hub name it was not found, or the hub could not be reached ({in_brief(error)})"
         raise ValueError(f"{unknown}; and {on_hub}") from error
@@ -165,15 +165,25 @@ def check_path(who: str, path: Path, expected: str) -> None:
         raise ValueError(f"{who}{path} is a pipe or a device, expected {expected}; save its text in a file")
 
 
+def read_text(file: Path, newline: str | None = None) -> str:
+    """Returns the text of a UTF-8 file, without a byte order mark; `newline` as for `open`. Raises UnicodeError if it
+    turns out to be no text."""
+    with file.open(encoding="utf-8-sig", newline=newline) as opened:
+        text = opened.read()
+    if "\0" in text:
+        raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
+    return text
+
+
 def what_is_here(path: Path) -> str:
     """Returns what to say of a path that does not exist: the one that was meant, if a directory has a name like it, or
     the last directory on it that is here; else nothing."""
-    found = Path(path.anchor)
+    reached = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
-        if not (found / part).exists():
-            here = [entry.name for entry in found.iterdir() if entry.is_dir()]
+        if not (reached / part).exists():
+            here = [entry.name for entry in reached.iterdir() if entry.is_dir()]
             if not (alike := get_close_matches(part, here, n=1)):
-                return f"; {found} is here, but no {part} in it" if found != Path(path.anchor) else ""
+                return f"; {reached} is here, but no {part} in it" if reached != Path(path.anchor) else ""
             part = alike[0]
-        found /= part
-    return f"; did you mean {found}?"
+        reached /= part
+    return f"; did you mean {reached}?"

@@ -59,7 +59,7 @@ def report_of(asked: "Asked", trainer: "Tuner", untiled: dict[str, Any] | None) 
     """Returns the contents of report.json, with a value of each list for each loss that was logged."""
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     measured = ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib")
-    run: dict[str, Any] = {"status": trainer.watch.status}
+    run: dict[str, Any] = {"status": trainer.monitor.status}
     run |= {name: [entry[name] for entry in logged] for name in measured}
     return {
         "options": trainer.fixed,

@@ -48,19 +48,19 @@ class Tuner(SFTTrainer):
     saved_at = 0
     """The step of the last checkpoint."""
 
-    def __init__(self, *args: Any, fixed: dict[str, Any], watch: "Watch", **kwargs: Any):
-        self.fixed, self.watch = fixed, watch
+    def __init__(self, *args: Any, fixed: dict[str, Any], monitor: "Monitor", **kwargs: Any):
+        self.fixed, self.monitor = fixed, monitor
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = inputs.get("attention_mask")
-        self.watch.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()  # does not wait for a GPU
+        self.monitor.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()  # does not wait for a GPU
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what was measured since the last loss. Raises ValueError for a loss that is not finite."""
         if "loss" in logs:
-            logs |= self.watch.measured(self.args.device.type)
+            logs |= self.monitor.measured(self.args.device.type)
         super().log(logs, start_time)
         if not math.isfinite(logs.get("loss", 0)):
             raise ValueError(
@@ -122,7 +122,7 @@ class Tuner(SFTTrainer):
         if on_any_rank(self.failed is not None):
             self.state.best_model_checkpoint = best
             step = f"step {self.state.global_step} of {self.state.max_steps}"
-            self.watch.say(f"note: no checkpoint after {step} ({self.failed or 'on another rank'})")
+            self.monitor.say(f"note: no checkpoint after {step} ({self.failed or 'on another rank'})")
             return
         self.saved_at = self.state.global_step
         if main:
@@ -145,7 +145,7 @@ def cause(error: Exception, directory: Path) -> str:
     return in_brief(error)
 
 
-class OverRanks(sp.SequenceParallelTrainerMixin, Tuner):
+class SequenceParallelTuner(sp.SequenceParallelTrainerMixin, Tuner):
     """The same on sequences that ranks share."""
 
 
@@ -176,7 +176,7 @@ def handling_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Watch(TrainerCallback):
+class Monitor(TrainerCallback):
     """Shows a line for every loss that is logged, and saves and ends the run on a signal.
 
     `shared_by` is the number of ranks that share a sequence, `predicted` the memory of a step, in MiB.
@@ -214,9 +214,9 @@ class Watch(TrainerCallback):
         seconds = time.perf_counter() - self.start
         ranks = gather_numbers(float(self.tokens), peak_mib(device))
         tokens = ranks[:, 0].sum().item() / self.shared_by
-        found = {"step_seconds": seconds / self.steps, "tokens_per_second": tokens / seconds}
+        figures = {"step_seconds": seconds / self.steps, "tokens_per_second": tokens / seconds}
         self.tokens = self.steps = 0
-        return found | {"peak_mib": ranks[:, 1].max().item()}
+        return figures | {"peak_mib": ranks[:, 1].max().item()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         done = {"initial": state.global_step, "total": state.max_steps}

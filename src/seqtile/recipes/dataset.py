@@ -12,9 +12,9 @@ from datasets import Dataset, load_dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import get_dataset, is_conversational
 
-from seqtile.recipes import HUB_NAME, check_path
-from seqtile.recipes.data import read_of, read_text
+from seqtile.recipes import HUB_NAME, check_path, read_text
 from seqtile.recipes.options import Asked
+from seqtile.recipes.pretrained import read_of
 
 TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 LISTED = 10  # skipped files, of more
@@ -29,10 +29,10 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
     script, mixture, training = asked.script, asked.mixture, asked.training
     names, said = [script.dataset_name] if script.dataset_name else asked.own.data, None
     if mixture.datasets:
-        found = get_dataset(mixture)
+        splits = get_dataset(mixture)
     elif len(names) == 1 and not Path(names[0]).exists() and HUB_NAME.fullmatch(names[0]) and "/" in names[0]:
         with read_of(f"--data: {names[0]} of the hub", "pass files, or another name"):
-            found = load_dataset(names[0], script.dataset_config, streaming=script.dataset_streaming)
+            splits = load_dataset(names[0], script.dataset_config, streaming=script.dataset_streaming)
     else:
         paths = [Path(name) for name in names] or standard_library()
         files = list(files_of(paths))
@@ -49,14 +49,14 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
                 exact = [glob.escape(str(table)) for table in tables]  # they would be patterns
                 rows = load_dataset(*kinds, data_files=exact, split="train", cache_dir=cache, keep_in_memory=True)
         share = mixture.test_split_size
-        found = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
+        splits = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
     name, test = script.dataset_train_split, script.dataset_test_split
     wanted = [name, test] if training.eval_strategy != "no" else [name]
     for split in wanted:
-        if split not in found:
+        if split not in splits:
             remedy = "pass --test-split-size" if split == test else "pass another --dataset-train-split"
-            raise ValueError(f"--data: there is no split {split}, only {', '.join(found)}; {remedy}")
-    rows = found[name]
+            raise ValueError(f"--data: there is no split {split}, only {', '.join(splits)}; {remedy}")
+    rows = splits[name]
     columns = rows.column_names or []
     known = ({"messages"}, {"conversations"}, {"input_ids"}, {training.dataset_text_field}, {"prompt", "completion"})
     if columns and not any(each <= set(columns) for each in known):
@@ -66,7 +66,7 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
         lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"
         raise ValueError(f"--data: {names[0]} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
     length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
-    return rows, found[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
+    return rows, splits[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
 
 
 def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[np.ndarray, list[str]]:
@@ -75,8 +75,8 @@ def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
     ids, read, skipped = array("q"), 0, {}
     for file in files:
         try:
-            found = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
-            why = "empty" if not found else "a table of rows, not text" if file.suffix.lower() in TABLES else None
+            tokens = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+            why = "empty" if not tokens else "a table of rows, not text" if file.suffix.lower() in TABLES else None
         except UnicodeError:
             why = "not UTF-8 text"
         except OSError as error:
@@ -85,7 +85,7 @@ def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
             skipped[file] = why
             continue
         read += 1
-        ids.extend(found if tokenizer.eos_token_id is None else [*found, tokenizer.eos_token_id])
+        ids.extend(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
     if skipped and not read:
         first = "{} ({})".format(*next(iter(skipped.items())))
         raise ValueError(

@@ -23,7 +23,7 @@ from seqtile.models.placement import Options
 from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
-from seqtile.recipes import CheckOptions, hub_config, in_brief
+from seqtile.recipes import CheckOptions, check_path, hub_config, in_brief
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
 OWN_CODE = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code to seqtile check"
@@ -139,11 +139,9 @@ def _config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         if not path.exists() and model in model_types():
             return AutoConfig.for_model(model)
-        if path.exists() and not (path.is_dir() or path.is_file()):
-            raise FileNotFoundError("a pipe or a device")
-        if model.endswith(".json") and not path.exists():
-            raise FileNotFoundError("there is no such file")
-        if not path.exists():
+        if path.exists() or model.endswith(".json"):
+            check_path("", path, "a config.json, or its directory")
+        else:
             hub_config(model, "it is not here")
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything

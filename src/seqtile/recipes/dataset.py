@@ -72,7 +72,7 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
 def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[np.ndarray, list[str]]:
     """Returns text files as sequences of `seq_len` tokens, [sequences, seq_len] int64, and lines to print: documents
     joined by the end-of-text token. Raises ValueError if not one is full."""
-    ids, read, skipped = array("q"), 0, {}
+    ids, skipped = array("q"), []
     for file in files:
         try:
             tokens = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
@@ -81,23 +81,21 @@ def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
             why = "not UTF-8 text"
         except OSError as error:
             why = f"unreadable: {os.strerror(error.errno or 0)}"
-        if why is not None:
-            skipped[file] = why
-            continue
-        read += 1
-        ids.extend(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
-    if skipped and not read:
-        first = "{} ({})".format(*next(iter(skipped.items())))
-        raise ValueError(
-            f"--data holds no UTF-8 text: {counted(len(skipped), 'file')} skipped, {first} first; pass text files"
-        )
+        if why is None:
+            ids.extend(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
+        else:
+            skipped.append(f"{file} ({why})")
+    if skipped and len(skipped) == len(files):
+        count = counted(len(skipped), "file")
+        raise ValueError(f"--data holds no UTF-8 text: {count} skipped, {skipped[0]} first; pass text files")
     if (full := len(ids) // seq_len) == 0:
         raise ValueError(
             f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
             "--seq-len"
         )
-    said = [f"data: {counted(read, 'file')} read, {len(ids):,} tokens: {counted(full, 'sequence')}"]
-    said += [f"skipped: {file} ({why})" for file, why in list(skipped.items())[:LISTED]]
+    read = counted(len(files) - len(skipped), "file")
+    said = [f"data: {read} read, {len(ids):,} tokens: {counted(full, 'sequence')}"]
+    said += [f"skipped: {file}" for file in skipped[:LISTED]]
     if (more := len(skipped) - LISTED) > 0:
         said.append(f"skipped: {counted(more, 'file')} more")
     return np.frombuffer(ids, dtype=np.int64)[: full * seq_len].reshape(full, seq_len), said

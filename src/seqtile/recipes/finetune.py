@@ -14,17 +14,15 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import datasets
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
-from trl import get_peft_config
-from trl import get_quantization_config as quantization_of
+from trl import get_peft_config, get_quantization_config
 
 from seqtile import sp
 from seqtile.evaluation import positions_of
@@ -36,19 +34,11 @@ from seqtile.memory.setup import GIB
 from seqtile.recipes import check_output
 from seqtile.recipes.dataset import counted, dataset_of
 from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory
+from seqtile.recipes.monitor import SIGNALS, Monitor, handling_signals
 from seqtile.recipes.options import Asked, Parser, parsed
 from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
 from seqtile.recipes.pretrained import load_model, load_tokenizer
-from seqtile.recipes.tuner import (
-    OPTIONS,
-    SIGNALS,
-    Monitor,
-    SequenceParallelTuner,
-    Tuner,
-    cause,
-    check_finite,
-    handling_signals,
-)
+from seqtile.recipes.tuner import OPTIONS, SequenceParallelTuner, Tuner, cause, check_finite
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
@@ -60,7 +50,7 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     """
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated")  # TRL's own use of the older name
     disable_progress_bar()
-    datasets.disable_progress_bars()
+    disable_progress_bars()
     if "--help-all" in arguments:
         Parser().print_help()
         return None
@@ -142,7 +132,7 @@ def train(asked: Asked, monitor: Monitor) -> Tuner:
         tokenizer = load_tokenizer(model_options.model_name_or_path, **source)
         rows, others, said = dataset_of(asked, tokenizer)
         options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **source}
-        if quantization := quantization_of(model_options):
+        if quantization := get_quantization_config(model_options):
             options |= {"quantization_config": quantization, "device_map": {"": training.device}}
         options |= training.model_init_kwargs or {}
         model = load_model(model_options.model_name_or_path, **options)

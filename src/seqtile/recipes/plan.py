@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -151,8 +150,7 @@ def _shape(model: str) -> Shape:
     except ValueError as error:
         if not isinstance(error.__cause__, FileNotFoundError) or not HUB_NAME.fullmatch(model):
             raise
-        file = hub_config(model, str(error))
-    return shape_of(json.loads(Path(file).read_text()))
+        return shape_of(hub_config(model, str(error)))
 
 
 def just(words: str, fields: dict[str, Any], layer: bool) -> Setup:

@@ -217,9 +217,9 @@ class Layer:
             held = 0 if self.batch.shared else kept - self.q * past // count  # which several calls do not save
             alive = held + group + local * (count - 1 - past) // count + decoded
             alive += sent * ((past > 0) + (past < count - 1))
-            begun = past > (sent > 0)  # gradients are in transit for one group longer
+            started = past >= (2 if sent else 1)  # the sums of gradients; on their way, they come a group later
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
-            yield Alive(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
+            yield Alive(name, after, alive + sums * started, norms=hidden + self.cast * started)
         width = (shape.q + 2 * shape.kv) // count
         projecting = self.setup.cast(shape.hidden * width) + self.chunk * (shape.hidden + width) * size
         alive = kept * (count - 1) // count + projected // count + sums + projecting + decoded

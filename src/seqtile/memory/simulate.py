@@ -64,16 +64,16 @@ class Simulation(Predictor):
         """Layers that do not run. Each keeps its input and has gradients of its weights."""
         self.input_token = whole.config.get_text_config().hidden_size * self.dtype.itemsize
         self.gradients = (parameters - run) * self.dtype.itemsize / max(self.others, 1)
-        self._found: dict[Any, tuple[float, float]] = {}
+        self._measured: dict[Any, tuple[float, float]] = {}
 
     def refusal(self, name: str, setup: Setup) -> str | None:
         return None if FEATURES[name].changes.keys() == {"tiles"} else "not simulated"
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Predicted:
         tokens = seq_len * batch_size
-        if setup.tiles not in self._found:
-            self._found[setup.tiles] = self.run(setup)
-        fixed, token = self._found[setup.tiles]
+        if setup.tiles not in self._measured:
+            self._measured[setup.tiles] = self.run(setup)
+        fixed, token = self._measured[setup.tiles]
         others = self.others * max(tokens * self.input_token, self.gradients)
         held = self.held + fixed + tokens * token + others
         return Predicted(held, None if held <= setup.gpu_memory_gib * GIB else "GPU memory")

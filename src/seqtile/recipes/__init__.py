@@ -75,7 +75,7 @@ class EvaluateOptions:
             check_path("", file, "text files")
             if file.is_dir():
                 raise ValueError(f"{file} is a directory, expected text files; pass those in it, such as {file}/*.txt")
-        source(self.model, "MODEL")
+        resolve_model(self.model, "MODEL")
 
 
 def number_or_name(option: str | None) -> int | str | None:
@@ -103,7 +103,7 @@ def check_output(directory: Path) -> None:
         ) from error
 
 
-def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
+def resolve_model(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
     """Returns the name and the keyword arguments that `from_pretrained` needs for `model`, as far as the files here
     tell: the network is not asked.
 
@@ -128,7 +128,7 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{asked_by}: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
     if not path.exists() and (on_hub is None or (on_hub[1] and path.parent.is_dir())):
         hub = f"; for {model} of the hub, start where there is no directory {path.parent}" if on_hub else ""
-        raise ValueError(f"{asked_by}: {path} does not exist{what_is_here(path)}{hub}")
+        raise ValueError(f"{asked_by}: {path} does not exist{hint_for_missing(path)}{hub}")
     return str(path) if path.exists() else model, {}
 
 
@@ -160,7 +160,7 @@ def in_brief(error: BaseException) -> str:
 def check_path(who: str, path: Path, expected: str) -> None:
     """Raises ValueError, which begins with `who`, for a path that does not exist, and for what may never end."""
     if not path.exists():
-        raise ValueError(f"{who}{path} does not exist{what_is_here(path)}; pass {expected}")
+        raise ValueError(f"{who}{path} does not exist{hint_for_missing(path)}; pass {expected}")
     if not path.is_dir() and not path.is_file():
         raise ValueError(f"{who}{path} is a pipe or a device, expected {expected}; save its text in a file")
 
@@ -175,7 +175,7 @@ def read_text(file: Path, newline: str | None = None) -> str:
     return text
 
 
-def what_is_here(path: Path) -> str:
+def hint_for_missing(path: Path) -> str:
     """Returns what to say of a path that does not exist: the one that was meant, if a directory has a name like it, or
     the last directory on it that is here; else nothing."""
     reached = Path(path.anchor)

@@ -13,14 +13,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import get_dataset, is_conversational
 
 from seqtile.recipes import HUB_NAME, check_path, read_text
-from seqtile.recipes.options import Asked
+from seqtile.recipes.options import FinetuneOptions
 from seqtile.recipes.pretrained import read_of
 
 TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 LISTED = 10  # skipped files, of more
 
 
-def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None, str]:
+def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None, str]:
     """Returns the rows to train on, those to evaluate on or None, and what to say of them.
 
     Rows of tables, or of a data set of the hub, are as TRL takes them. Text files become rows of --seq-len tokens, all

@@ -35,10 +35,10 @@ from seqtile.recipes import check_output
 from seqtile.recipes.dataset import counted, dataset_of
 from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory
 from seqtile.recipes.monitor import SIGNALS, Monitor, handling_signals
-from seqtile.recipes.options import Asked, Parser, parsed
+from seqtile.recipes.options import FinetuneOptions, Parser, parsed
 from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
 from seqtile.recipes.pretrained import load_model, load_tokenizer
-from seqtile.recipes.tuner import OPTIONS, SequenceParallelTuner, Tuner, cause, check_finite
+from seqtile.recipes.tuner import OPTIONS_FILE, SequenceParallelTuner, Tuner, check_finite, write_error
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
@@ -69,12 +69,12 @@ def finetune(arguments: list[str], console: Console) -> int | None:
         try:
             untiled = untiled_run(arguments, monitor) if own.compare else None
             trainer = train(asked, monitor)
-            place = output if own.untiled else save(asked, trainer, monitor)
+            place = output if own.untiled else save(trainer)
         except KeyboardInterrupt:
             if monitor.received is None:
                 raise
             return monitor.received
-        write_results(asked, trainer, untiled, place, monitor)
+        write_results(asked, trainer, untiled, place)
         if place == output and training.push_to_hub:
             training.output_dir = str(output / "model")
             trainer.push_to_hub()
@@ -83,22 +83,23 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     return monitor.received
 
 
-def write_results(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, monitor: Monitor) -> None:
+def write_results(asked: FinetuneOptions, trainer: Tuner, untiled: dict[str, Any] | None, place: Path) -> None:
     """Merges, prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
     report = report_of(asked, trainer, untiled)
     if asked.own.untiled:
         (place / "report.json").write_text(json.dumps(report))
     elif trainer.is_world_process_zero():
         if asked.own.merge:
-            merge(asked, trainer, place, monitor)
+            merge(asked, trainer, place)
         else:
             remove(place / "merged")  # of an earlier run
-        print_table(report, monitor.console)
+        print_table(report, trainer.monitor.console)
         try:
             write_figures(place / "report", report, partial(picture, report))
-            monitor.say(f"model, report.json and report.png are in {place}")
+            trainer.monitor.say(f"model, report.json and report.png are in {place}")
         except OSError as error:
-            monitor.say(f"note: the model is in {place}, but no report could be written there ({cause(error, place)})")
+            why = write_error(error, place)
+            trainer.monitor.say(f"note: the model is in {place}, but no report could be written there ({why})")
     trainer.accelerator.wait_for_everyone()  # until the first rank has written
 
 
@@ -116,7 +117,7 @@ def locked(output: Path, main: bool) -> Iterator[None]:
         yield
 
 
-def train(asked: Asked, monitor: Monitor) -> Tuner:
+def train(asked: FinetuneOptions, monitor: Monitor) -> Tuner:
     """Returns the trainer after training."""
     training, model_options = asked.training, asked.model
     if training.use_cpu:
@@ -128,10 +129,10 @@ def train(asked: Asked, monitor: Monitor) -> Tuner:
     if last is None and (Path(training.output_dir) / "model").exists():
         monitor.say(f"note: the model of an earlier run in {training.output_dir} will be replaced")
     with monitor.console.status("loading"):
-        source = asked.source()
-        tokenizer = load_tokenizer(model_options.model_name_or_path, **source)
+        hub = asked.hub_options()
+        tokenizer = load_tokenizer(model_options.model_name_or_path, **hub)
         rows, others, said = dataset_of(asked, tokenizer)
-        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **source}
+        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **hub}
         if quantization := get_quantization_config(model_options):
             options |= {"quantization_config": quantization, "device_map": {"": training.device}}
         options |= training.model_init_kwargs or {}
@@ -146,8 +147,8 @@ def train(asked: Asked, monitor: Monitor) -> Tuner:
     arguments |= {"peft_config": get_peft_config(model_options), "fixed": fixed, "monitor": monitor}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
     trainer = kind(model, training, **arguments, **extra)
-    say_what_is_left_out(rows, trainer.train_dataset, training.packing, monitor)
-    prepare(asked, trainer, monitor, libraries)
+    say_what_is_left_out(rows, trainer)
+    prepare(asked, trainer, libraries)
     if last is not None:
         monitor.say(f"{monitor.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
     trainer.train(resume_from_checkpoint=last)
@@ -155,22 +156,24 @@ def train(asked: Asked, monitor: Monitor) -> Tuner:
     return trainer
 
 
-def say_what_is_left_out(rows: Dataset, kept: Dataset, packed: bool, monitor: Monitor) -> None:
+def say_what_is_left_out(rows: Dataset, trainer: Tuner) -> None:
     """Says how many rows TRL leaves out, since none of their trained tokens is within --seq-len. Raises ValueError if
     those are all."""
-    if not hasattr(kept, "__len__") or packed:
+    kept = trainer.train_dataset
+    if not hasattr(kept, "__len__") or trainer.args.packing:
         return
     if len(kept) == 0:
         raise ValueError("--data: no row has a token to train within --seq-len; pass a longer one, or other rows")
     if len(kept) < len(rows):
         left = counted(len(rows) - len(kept), "row")
-        monitor.say(f"note: {left} left out, with no token to train within --seq-len")
+        trainer.monitor.say(f"note: {left} left out, with no token to train within --seq-len")
 
 
-def prepare(asked: Asked, trainer: Tuner, monitor: Monitor, libraries: float) -> None:
+def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
     """Chooses what --fit chooses, predicts the memory of a step, and adds callbacks: one tiles the model when training
     begins, `monitor` shows the run. `libraries`: the MiB that the process had before it loaded the model."""
-    length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
+    monitor, cpu = trainer.monitor, asked.training.use_cpu
+    length, rows = asked.training.max_length, asked.training.per_device_train_batch_size
     try:
         memory = {"host_memory_gib": host_memory_at_hand()}
         loaded = sum(weight.nbytes for weight in trainer.model.parameters()) / GIB  # which a plan counts, too
@@ -203,7 +206,7 @@ def prepare(asked: Asked, trainer: Tuner, monitor: Monitor, libraries: float) ->
     trainer.add_callback(monitor)
 
 
-def last_checkpoint(asked: Asked) -> str | None:
+def last_checkpoint(asked: FinetuneOptions) -> str | None:
     """Returns the directory of the last checkpoint, None for a new run. Raises ValueError if there is none to go on
     from, or one though it is a new run."""
     output = asked.training.output_dir
@@ -220,11 +223,11 @@ def last_checkpoint(asked: Asked) -> str | None:
     return last
 
 
-def check_fixed_options(asked: Asked, fixed: dict[str, Any], last: str | None) -> None:
+def check_fixed_options(asked: FinetuneOptions, fixed: dict[str, Any], last: str | None) -> None:
     """Raises ValueError if the last checkpoint is of a run with other options."""
     if last is None:
         return
-    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(fixed))
+    before, now = json.loads((Path(last) / OPTIONS_FILE).read_text()), json.loads(json.dumps(fixed))
     for name in before:
         if name in now and now[name] != before[name]:
             raise ValueError(f"--resume: {name} was {before[name]} and is {now[name]} now; pass the same options")
@@ -236,14 +239,14 @@ def check_fixed_options(asked: Asked, fixed: dict[str, Any], last: str | None) -
         )
 
 
-def save(asked: Asked, trainer: Tuner, monitor: Monitor) -> Path:
+def save(trainer: Tuner) -> Path:
     """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
     be. Raises OSError if neither can be."""
     main, failed = trainer.is_world_process_zero(), []
     if trainer.is_fsdp_enabled:  # of shards, which Accelerate asks for by default, no model is saved
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     for attempt in (1, 2):
-        place, error = Path(asked.training.output_dir), None
+        place, error = Path(trainer.args.output_dir), None
         try:
             if attempt == 2 and main:
                 place = Path(tempfile.mkdtemp(prefix="seqtile-"))
@@ -252,22 +255,22 @@ def save(asked: Asked, trainer: Tuner, monitor: Monitor) -> Path:
         except Exception as raised:  # safetensors has its own; whatever it is, the weights are not to be lost
             error = raised
             failed.append(f"in {place} ({error})")
-            monitor.say(f"note: the model cannot be saved {failed[-1]}")
+            trainer.monitor.say(f"note: the model cannot be saved {failed[-1]}")
         if not on_any_rank(error is not None):
             return place
     raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 
 
-def merge(asked: Asked, trainer: Tuner, place: Path, monitor: Monitor) -> None:
+def merge(asked: FinetuneOptions, trainer: Tuner, place: Path) -> None:
     """Writes the adapter merged into the base, in the base's own dtype, not in 4 bits; says so if that cannot be."""
     try:
-        base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype, **asked.source())
+        base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype, **asked.hub_options())
         merged = PeftModel.from_pretrained(base, place / "model").merge_and_unload()
         with written_beside(place / "merged") as new:
             merged.save_pretrained(new)
             trainer.processing_class.save_pretrained(new)
     except Exception as error:  # of memory, a disk or a file; the adapter is saved
-        monitor.say(f"note: not merged ({cause(error, place)}); the adapter is in {place / 'model'}")
+        trainer.monitor.say(f"note: not merged ({write_error(error, place)}); the adapter is in {place / 'model'}")
 
 
 def untiled_run(arguments: list[str], monitor: Monitor) -> dict[str, Any] | None:

@@ -15,12 +15,12 @@ from seqtile.memory import TILES, Setup
 if TYPE_CHECKING:
     from trl import SFTTrainer
 
-    from seqtile.recipes.options import Asked
+    from seqtile.recipes.options import FinetuneOptions
 
 MIB = 2**20
 
 
-def planned_setup(asked: "Asked", trainer: "SFTTrainer", memory: dict[str, float]) -> Setup:
+def planned_setup(asked: "FinetuneOptions", trainer: "SFTTrainer", memory: dict[str, float]) -> Setup:
     """Returns the run as `memory.plan` takes it, tiled as asked. `memory` are sizes of the GPU and the host."""
     own, training, lora = asked.own, asked.training, {}
     if asked.model.use_peft:

@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from seqtile.memory.room import MARGIN
 from seqtile.memory.setup import expect
-from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, in_brief, number_or_name, source
+from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, in_brief, number_or_name, resolve_model
 from seqtile.recipes.pretrained import device_of
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
@@ -129,7 +129,7 @@ class TrainingOptions(SFTConfig):
 
 
 @dataclass
-class Asked:
+class FinetuneOptions:
     """All options of a run."""
 
     own: OwnOptions
@@ -138,7 +138,7 @@ class Asked:
     script: ScriptArguments
     mixture: DatasetMixtureConfig
 
-    def source(self) -> dict[str, Any]:
+    def hub_options(self) -> dict[str, Any]:
         """Returns what `from_pretrained` is to be told of where a model comes from."""
         return {"revision": self.model.model_revision, "trust_remote_code": self.training.trust_remote_code}
 
@@ -187,7 +187,7 @@ class Parser(TrlParser):
         return [value] if listed else value
 
 
-def parsed(arguments: list[str]) -> Asked:
+def parsed(arguments: list[str]) -> FinetuneOptions:
     """Returns the options of a command line, and of the YAML file that it names. Raises ValueError for what cannot
     work."""
     parser, named = Parser(), "--config="
@@ -198,7 +198,7 @@ def parsed(arguments: list[str]) -> Asked:
         raise ValueError(f"--config: expected a file of options in YAML ({in_brief(error)})") from error
     if unknown:
         parser.error(f"there is no option {unknown[0]}")
-    asked = Asked(*options)
+    asked = FinetuneOptions(*options)
     own, training, model = asked.own, asked.training, asked.model
     own.data = own.data or parser.data
     if training.max_steps == -1 and not (own.data or asked.script.dataset_name or asked.mixture.datasets):
@@ -216,5 +216,5 @@ def parsed(arguments: list[str]) -> Asked:
         training.save_total_limit = 2  # the best, and the last to go on from
     if asked.mixture.test_split_size and training.eval_strategy == "no":
         raise ValueError("--test-split-size sets rows aside to evaluate on; pass --eval-strategy steps or epoch, too")
-    source(model.model_name_or_path)
+    resolve_model(model.model_name_or_path)
     return asked

@@ -116,7 +116,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         if (refusal := formula.refusal("groups", whole)) is not None:
             raise ValueError(f"head_groups: {refusal}")
     if asked.only is not None:
-        chosen = just(asked.only, setup, asked.layer)
+        chosen = setup_with_only(asked.only, setup, asked.layer)
         lengths = [(chosen, formula.longest(chosen, batch_size))]
     else:
         lengths = list(memory.ladder(shape, batch_size=batch_size, **setup))
@@ -153,7 +153,7 @@ def _shape(model: str) -> Shape:
         return shape_of(hub_config(model, str(error)))
 
 
-def just(words: str, fields: dict[str, Any], layer: bool) -> Setup:
+def setup_with_only(words: str, fields: dict[str, Any], layer: bool) -> Setup:
     """Returns the setup with only the features that `words` name. Raises ValueError for an unknown word."""
     named = {word.strip().lower() for word in words.split(",")} - {"nothing"}
     if unknown := named - {word.lower() for word in ONLY}:

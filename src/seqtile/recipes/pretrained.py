@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from seqtile.memory.setup import expect
 from seqtile.memory.simulate import quiet
-from seqtile.recipes import hub_config, in_brief, source, what_is_here
+from seqtile.recipes import hint_for_missing, hub_config, in_brief, resolve_model
 from seqtile.recipes.memory import is_out_of_memory
 
 logger = logging.get_logger(__name__)
@@ -52,9 +52,9 @@ def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
 def load_config(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedConfig:
     """Returns the configuration of `model`; `options` are those of `from_pretrained`. Raises ValueError, of the option
     or argument that asked for it, if neither a path nor the hub has it."""
-    name, file = source(model)
+    name, file = resolve_model(model)
     if not Path(name).exists():
-        hub_config(name, f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}")
+        hub_config(name, f"{asked_by}: there is no directory {name} here{hint_for_missing(Path(name))}")
     with read_of(f"{asked_by}: the configuration of {model}"):
         return AutoConfig.from_pretrained(name, **{"trust_remote_code": False} | file | options)
 
@@ -63,18 +63,18 @@ def load_tokenizer(model: str, asked_by: str = "--model", **options: Any) -> Pre
     """Returns the tokenizer of `model`; `options` as above. Raises ValueError if its files cannot be read, or if
     neither a path nor the hub has the model."""
     load_config(model, asked_by, **options)
-    name, file = source(model)
+    name, file = resolve_model(model)
     with read_of(f"{asked_by}: the tokenizer of {model}"):
         return AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False} | file | options)
 
 
 def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedModel:
-    """Returns the model of `source(model)`, ready to be trained and saved, by default in float32; `options` as above.
+    """Returns the model, ready to be trained and saved, by default in float32; `options` as above.
 
     Raises ValueError unless the files hold all weights in the shapes that its configuration asks for: transformers
     draws the others at random. Warns if they hold more.
     """
-    name, file = source(model)
+    name, file = resolve_model(model)
     options = {"dtype": torch.float32, "trust_remote_code": False} | file | options
     if file and hasattr(transformers, "GgufConfig"):  # 5.16 decodes these weights in any case
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -88,13 +88,13 @@ def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrai
         weight, here, expected = min(info["mismatched_keys"])
         wrong = f"{weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)};"
     elif missing:
-        wrong = f"the weights of {model} lack {some(missing)}; get its files again, or"
+        wrong = f"the weights of {model} lack {listed(missing)}; get its files again, or"
     if wrong:
         raise ValueError(f"{asked_by}: {wrong} pass a model whose weights and config.json belong together")
     if unused:
-        logger.warning(f"note: {asked_by}: config.json of {model} leaves out some of its weights: {some(unused)}")
+        logger.warning(f"note: {asked_by}: config.json of {model} leaves out some of its weights: {listed(unused)}")
     return loaded
 
 
-def some(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -21,7 +21,7 @@ from seqtile.recipes.memory import MIB
 from seqtile.recipes.monitor import Monitor
 from seqtile.recipes.output import remove
 
-OPTIONS = "seqtile.json"
+OPTIONS_FILE = "seqtile.json"
 """The file of a checkpoint with the options that a run which goes on from it must share."""
 
 
@@ -73,7 +73,7 @@ class Tuner(SFTTrainer):
         except Exception as error:
             if self.incomplete is None:
                 raise
-            self.failed = cause(error, Path(self.args.output_dir))
+            self.failed = write_error(error, Path(self.args.output_dir))
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.incomplete or super()._get_output_dir(trial)
@@ -98,16 +98,16 @@ class Tuner(SFTTrainer):
                 self.state.best_model_checkpoint = self.state.best_model_checkpoint.replace(str(aside), str(output))
             if main:
                 self.state.save_to_json(str(aside / name / "trainer_state.json"))
-                (aside / name / OPTIONS).write_text(json.dumps(self.fixed), encoding="utf-8")
+                (aside / name / OPTIONS_FILE).write_text(json.dumps(self.fixed), encoding="utf-8")
         except Exception as error:  # safetensors, torch and the system have one each for a full disk
-            self.failed = cause(error, output)  # a text, since the error's frames hold files open
+            self.failed = write_error(error, output)  # a text, since the error's frames hold files open
         finally:
             self.incomplete = None
         if not on_any_rank(self.failed is not None) and main:
             try:
                 (aside / name).replace(output / name)
             except OSError as error:
-                self.failed = cause(error, output)
+                self.failed = write_error(error, output)
         if main:
             remove(aside)
         if on_any_rank(self.failed is not None):
@@ -128,7 +128,7 @@ class Tuner(SFTTrainer):
             weight.data = weight.data.to(before[name])
 
 
-def cause(error: Exception, directory: Path) -> str:
+def write_error(error: Exception, directory: Path) -> str:
     """Returns in brief why nothing could be written."""
     with suppress(OSError):
         if shutil.disk_usage(directory).free < MIB:

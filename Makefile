@@ -55,7 +55,7 @@ test-dist: $(STAMP)  ## of them, those that start several processes
 test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and of every benchmark at tiny size: two hours
 	$(PYTEST) --full -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
-	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp
+	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/proof test/sp
 	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(BIN)/python -m pytest -q test/integrations/test_axolotl.py
 	PYTHONPATH=$(TRL) $(PYTEST) --full -m "not gpu" $(ON_OLDEST_TRL)
 	$(BIN)/python -m benchmark.run --size small

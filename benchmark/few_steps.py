@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from seqtile import apply_seqtile, memory, status
 from seqtile.memory import apply_options
 from seqtile.memory.setup import TILES, Setup
-from seqtile.models.first_step import outcome_of
+from seqtile.models.status import outcome_of
 from seqtile.renamed import enable_checkpointing
 
 STEPS, LAYERS = 3, 2

@@ -2,7 +2,7 @@
 
     PYTHONPATH=test python -m dev.models [TYPE ...]     with TYPE: only tells
 
-src/seqtile/models/proven.json names the files that hold what was proven, and by which configs: the default ones and
+src/seqtile/proof/proven.json names the files that hold what was proven, and by which configs: the default ones and
 those of test/support/real_configs.py. With the transformers of dev/constraints.txt the table in docs/models.md is
 written too.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import transformers
 
-from seqtile.models import proof
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
-from seqtile.models.proof import Finding
-from seqtile.models.small import config_of_all_kinds
+from seqtile.proof import proven
+from seqtile.proof.findings import Finding
+from seqtile.proof.small import config_of_all_kinds
 from support.real_configs import REAL_CONFIGS
 from support.type_table import config_of, found_in, row, sharing_of
 
@@ -63,13 +63,13 @@ def remember(proofs: list[tuple[str, list[Finding]]]) -> None:
     different: set[tuple[str, str]] = set()
     for digest, found in proofs:
         for one in found:
-            (different if one.refusal else same).add((proof.fingerprint(one.cls.__module__), digest))
+            (different if one.refusal else same).add((proven.fingerprint(one.cls.__module__), digest))
     files: dict[str, str] = {}
     for file, digest in sorted(same - different):
         files[file] = f"{files[file]} {digest}" if file in files else digest
-    known = json.loads(proof.PROVEN.read_text()) if proof.PROVEN.exists() else {}
+    known = json.loads(proven.PROVEN.read_text()) if proven.PROVEN.exists() else {}
     known[transformers.__version__] = files
-    proof.PROVEN.write_text(json.dumps(known, indent=1) + "\n")
+    proven.PROVEN.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def write_page(block: str) -> None:
@@ -97,7 +97,7 @@ def main() -> None:
             shared[model_type] = sharing_of(model_type)
         print(row(model_type, found, shared[model_type]), flush=True)
         model_class = model_classes(model_type)[0]
-        proofs.append((proof.digest(config_of_all_kinds(model_class, config_of(model_type, said))), found))
+        proofs.append((proven.digest(config_of_all_kinds(model_class, config_of(model_type, said))), found))
         for one in found:
             if one.refusal:
                 print(f"    {one.cls.__name__}: {one.refusal}", flush=True)

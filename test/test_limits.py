@@ -10,7 +10,8 @@ import torch
 import seqtile
 from seqtile import fitting, limits, memory
 from seqtile.limits import flash_limit, mask_limit
-from seqtile.models import attention_masks, model_status
+from seqtile.models import status as model_status
+from seqtile.models.forward import attention_masks
 from seqtile.ops import attention_limits
 from seqtile.ops.attention_limits import attention_warning
 from seqtile.recipes import plan

@@ -12,7 +12,7 @@ import pytest
 
 import seqtile
 from seqtile.arch import ARCHS
-from seqtile.models import ENTRIES
+from seqtile.models.apply import ENTRIES
 
 STUB = Path(seqtile.__file__).with_suffix(".pyi")
 FACE = runpy.run_path(str(STUB))

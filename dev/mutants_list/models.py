@@ -3,7 +3,7 @@
 from mutants_list.mutant import Mutant
 
 CHUNKED = ("distributed/test_chunked_parts.py",)
-FIRST_STEP = ("models/test_first_step.py",)
+FIRST_STEP = ("proof/test_first_step.py",)
 GRADIENTS = ("models/test_gradients.py",)
 LAZY_LOGITS = ("models/test_lazy_logits.py",)
 KNOWN = ("models/test_known.py",)
@@ -48,9 +48,9 @@ MUTANTS = (
     ),
     Mutant(
         "causal LM: another loss function is not refused",
-        "loss_verdict",
-        "if (unknown := _unknown_loss_reason(model.loss_function)) is not None:",
-        "if (unknown := None) is not None:",
+        "_with_loss",
+        "if (unknown := _unknown_loss_reason(model.loss_function)) is None:",
+        "if True:",
         PATCH,
         select="refused",
     ),
@@ -64,16 +64,16 @@ MUTANTS = (
     ),
     Mutant(
         "first step: whole layers do not compare below the head",
-        "uncached_forward.forward",
-        "check_first_step(self, options, original, args, kwargs)",
-        "pass",
+        "_forward_in_place_of",
+        "if part.is_model",
+        "if part.is_model and part.option != 'layer'",
         FIRST_STEP,
         select="below_the_head",
     ),
     Mutant(
         "first step: what is compared with the head is compared below it again",
         "check_first_step",
-        "vars(inside)[OUTCOME] = (_MadeOf(inside, with_declared), outcome)",
+        "vars(inside)[FIRST_STEP] = _Outcome(_MadeOf(inside, with_declared), outcome)",
         "pass",
         FIRST_STEP,
         select="below_the_head",
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "MLP: the biases are not read",
         "tiled_mlp_forward.tiled",
-        "params = tuple(projection for projection",
-        "params = tuple(projection._replace(bias=None) for projection",
+        "linear.read()",
+        "linear.read()._replace(bias=None)",
         GRADIENTS,
         select="gradients_equal and granite",
     ),
@@ -205,10 +205,10 @@ MUTANTS = (
         select="same_step and positions",
     ),
     Mutant(
-        "layer: called, without the norms of heads",
-        "_chunked_layer.heads_of",
-        'return parts[f"{name}_norm"](heads) if normed else heads',
-        "return heads",
+        "layer: called, without the output projection",
+        "_LayerCall.behind_attention",
+        "output_projection(attn_output.flatten(2))",
+        "attn_output.flatten(2)",
         LAYER,
         select="called",
     ),
@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         "sweep: modules in a tiled layer are watched, and so called",
         "",
-        '    "seqtile.models.proof.WayTaken.",\n',
+        '    "seqtile.proof.findings.WayTaken.",\n',
         "",
         ("recipes/test_check.py",),
         select="variants",

@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import seqtile
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_, gated_activation_, gated_activation_backward_
-from seqtile.models.mlp import tiled_experts_forward
+from seqtile.models.forward.mlp import tiled_experts_forward
 from seqtile.models.placement import Options
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

@@ -11,20 +11,20 @@ __version__ = "0.1.0"
 
 _SUBPACKAGES = ("integrations", "memory", "models", "modules", "offload", "sp")
 _NAMES = {
-    "LossMetrics": "seqtile.ops.linear_cross_entropy",
+    "LossMetrics": "seqtile.ops.head.cross_entropy",
     "LowRank": "seqtile.ops.linear",
-    "TokenValues": "seqtile.ops.linear_log_probs",
-    "apply_seqtile": "seqtile.models",
+    "TokenValues": "seqtile.ops.head.log_probs",
+    "apply_seqtile": "seqtile.models.apply",
     "evaluate": "seqtile.evaluation",
     "fit": "seqtile.fitting",
     "gated_mlp": "seqtile.ops.gated_mlp",
-    "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",
-    "linear_divergence": "seqtile.ops.linear_divergence",
-    "linear_log_probs": "seqtile.ops.linear_log_probs",
-    "linear_topk_divergence": "seqtile.ops.linear_topk_divergence",
-    "restore": "seqtile.models",
+    "linear_cross_entropy": "seqtile.ops.head.cross_entropy",
+    "linear_divergence": "seqtile.ops.head.divergence",
+    "linear_log_probs": "seqtile.ops.head.log_probs",
+    "linear_topk_divergence": "seqtile.ops.head.topk",
+    "restore": "seqtile.models.apply",
     "share_prefixes": "seqtile.sp.apply",
-    "status": "seqtile.models",
+    "status": "seqtile.models.status",
     "tiled": "seqtile.ops.tiled",
     "tokenwise": "seqtile.declared",
     "use_triton": "seqtile.kernels.dispatch",
@@ -49,4 +49,4 @@ def __dir__() -> list[str]:
 
 def _entries() -> dict[str, Any]:
     """apply_seqtile_to_llama and so on: one for each model type with a head over a vocabulary."""
-    return import_module("seqtile.models").ENTRIES
+    return import_module("seqtile.models.apply").ENTRIES

@@ -13,13 +13,14 @@ from seqtile.declared import tokenwise
 from seqtile.evaluation import evaluate
 from seqtile.fitting import fit
 from seqtile.kernels.dispatch import use_triton
-from seqtile.models import apply_seqtile, restore, status
+from seqtile.models.apply import apply_seqtile, restore
+from seqtile.models.status import status
 from seqtile.ops.gated_mlp import gated_mlp
+from seqtile.ops.head.cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.head.divergence import linear_divergence
+from seqtile.ops.head.log_probs import TokenValues, linear_log_probs
+from seqtile.ops.head.topk import linear_topk_divergence
 from seqtile.ops.linear import LowRank
-from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
-from seqtile.ops.linear_divergence import linear_divergence
-from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
-from seqtile.ops.linear_topk_divergence import linear_topk_divergence
 from seqtile.ops.tiled import tiled
 from seqtile.sp.apply import share_prefixes
 

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from seqtile.models import apply_seqtile, restore, status
+from seqtile.models.apply import apply_seqtile, restore
+from seqtile.models.status import status
 
 logger = logging.get_logger(__name__)
 FIRST = 1024

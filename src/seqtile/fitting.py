@@ -14,9 +14,8 @@ from seqtile.limits import flash_limit
 from seqtile.memory import FEATURES, Formula, Plan, Predictor, Setup, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
-from seqtile.models import apply_seqtile
+from seqtile.models.apply import apply_seqtile, unwrapped
 from seqtile.models.find import is_checkpointed
-from seqtile.models.patch import unwrapped
 from seqtile.models.placement import class_of
 from seqtile.models.quantised import has_4_bits
 from seqtile.offload import enable as enable_offload

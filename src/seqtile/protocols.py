@@ -29,11 +29,24 @@ CHOICE = "seqtile_choice"
 """The attribute of a forward that computes in several ways, of which each sends something else to other ranks: a
 function that returns its module's way."""
 
+FIRST_STEP = "_seqtile_first_step"
+"""The attribute under which a model holds the `Outcome` of its first training step's comparison."""
+
 OF_ALL_RANKS = "seqtile_of_all_ranks"
 """The attribute of an autograd Function whose output has values of tokens of all ranks, and is the same on each."""
 
 PendingTensors = Callable[[], Sequence[Tensor]]
 """Waits for tensors that other ranks send, and returns them. To be called once."""
+
+
+class Outcome(Protocol):
+    """What came of comparing a model's first training step with the untiled model's."""
+
+    compared: bool
+    """False if it could not be compared."""
+
+    def said(self, model: nn.Module) -> str:
+        """Says what came of it, and whether the model has changed since."""
 
 
 class ShardedSequences(Protocol):

@@ -20,7 +20,7 @@ from distributed.worker import STRATEGIES, base_of, fsdp2, full, train, zero
 from seqtile import sp
 from seqtile.models.find import experts_in, layers_of
 from seqtile.models.model_types import model_classes
-from seqtile.models.small import WORDS, small_model
+from seqtile.proof.small import WORDS, small_model
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, batch_of, build, checkpointing
 from support.training import halved, update, with_lora

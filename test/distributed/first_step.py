@@ -20,10 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import seqtile
 from distributed.worker import ddp, fsdp2, full, trainable, zero
 from seqtile import sp
-from seqtile.models import mlp as tiled_mlp
-from seqtile.models import trial_ranks
-from seqtile.models.first_step import OUTCOME, outcome_of
-from seqtile.models.trial_batch import TOKENS
+from seqtile.models.forward import mlp as tiled_mlp
+from seqtile.models.status import outcome_of
+from seqtile.proof import ranks as trial_ranks
+from seqtile.proof.batch import TOKENS
+from seqtile.protocols import FIRST_STEP
 from support.tiny import batch_of, build
 from support.training import halved, update, with_lora
 
@@ -177,7 +178,7 @@ def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None,
     losses, states = [], []
     for batch in batches:
         for module in (model, model.model) if again else ():
-            vars(module).pop(OUTCOME, None)
+            vars(module).pop(FIRST_STEP, None)
         loss = wrapped(**batch).loss
         loss = sp.reduce_loss(loss, ctx) if case.spread else loss
         losses.append(loss.item())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqtile
 from distributed.worker import CHUNK, LAYERS, LENGTHS, STRATEGIES, full, trainable
-from seqtile.models import late_read
+from seqtile.models.logits import late as late_read
 from support.assertions import relative_error, unread
 from support.tiny import batch_of, build
 from support.training import halved, update, with_lora

@@ -11,11 +11,11 @@ import seqtile
 from distributed.cases import FAMILIES, Case
 from seqtile.arch import ARCHS
 from seqtile.models.find import experts_in, layers_of, mlps_of
-from seqtile.models.first_step import outcome_of
 from seqtile.models.hooks import unknown_hook
 from seqtile.models.model_types import model_classes
 from seqtile.models.placement import computed_forward
-from seqtile.models.small import WORDS, small_model
+from seqtile.models.status import outcome_of
+from seqtile.proof.small import WORDS, small_model
 from support.assertions import relative_error
 from support.tiny import (
     apply_liger,

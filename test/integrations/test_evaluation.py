@@ -14,7 +14,7 @@ from torch import nn
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 import seqtile
-from seqtile.models.lazy_logits import LazyLogits
+from seqtile.models.logits.lazy import LazyLogits
 from support.assertions import relative_error, unread
 from support.tiny import batch_of, build, tiled_copy
 from support.trainers import OPTIONS

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import seqtile
 from seqtile.kernels import dispatch, eager
-from seqtile.models.first_step import outcome_of
+from seqtile.models.status import outcome_of
 from support.tiny import interpreted
 
 triton = pytest.importorskip("triton")

@@ -27,8 +27,7 @@ import seqtile
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction
-from seqtile.models import proof
-from seqtile.models.patch import unwrapped
+from seqtile.models.apply import unwrapped
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, Pool, Store
@@ -165,7 +164,6 @@ class StepsWithoutScores(UlyssesAttention):
 def apply_ligers_mlps(model: nn.Module, modes: ExitStack) -> None:
     """Applied before tiling, as in README: a sequence of one chunk runs Liger's own forward."""
     modes.enter_context(patch.object(ligers_swiglu, "LigerSiLUMulFunction", SwiGLUFunction))
-    modes.enter_context(patch.object(proof, "mixing_reason", lambda *_: None))  # it would compute with numbers
     for module in [module for module in model.modules() if hasattr(module, "gate_proj")]:
         module.forward = MethodType(ligers_swiglu.LigerSwiGLUMLP.forward, module)
 

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 import seqtile
 from seqtile.arch import ARCHS
 from seqtile.models.model_types import model_classes
-from seqtile.models.small import WORDS, small_model
+from seqtile.proof.small import WORDS, small_model
 from support.assertions import relative_error
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 

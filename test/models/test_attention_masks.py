@@ -8,8 +8,8 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import seqtile
-from seqtile.models import attention_masks
-from seqtile.models.attention_masks import WatchedMask, watch_masks
+from seqtile.models.forward import attention_masks
+from seqtile.models.forward.attention_masks import WatchedMask, watch_masks
 from seqtile.sp.backends import check_has_masks
 from support.tiny import build
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from seqtile.models import base_model, first_step
-from seqtile.models.any_layer import LayerArguments
+from seqtile.models.forward import cache as base_model
+from seqtile.models.forward.around_attention import LayerArguments
 from seqtile.models.placement import Options
+from seqtile.proof import first_step
 from seqtile.renamed import CACHE_NAMES, cache_in
 from seqtile.sp import sharding_hooks, whole_batches
 from support.tiny import build, tiled_copy

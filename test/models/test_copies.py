@@ -19,9 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import seqtile
 from models.layered import MODES, assert_equal, gradients_of, on_model_or_classes, tiled_copy, tiled_model, whole
-from seqtile.models import layer as layers
-from seqtile.models.first_step import OUTCOME
+from seqtile.models.forward import layer as layers
 from seqtile.models.placement import placement_at
+from seqtile.protocols import FIRST_STEP
 from support.assertions import relative_error, unread
 from support.tiny import CHUNK, build, checkpointing, counting, loss_and_gradients
 
@@ -166,7 +166,7 @@ def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
     classes = {cls: len(cls.__subclasses__()) for cls in map(type, model.modules())}
     seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
     model(**batch).loss.backward()
-    assert [sorted({*vars(module)} - {OUTCOME}) for module in model.modules() if module is not model] == before
+    assert [sorted({*vars(module)} - {FIRST_STEP}) for module in model.modules() if module is not model] == before
     assert str(seqtile.status(model)).count("seqtile, 50 tokens a chunk") == 2 + layer
     seqtile.restore(model)
     gc.collect()

@@ -10,8 +10,7 @@ import inspect
 import pytest
 from transformers.loss import loss_utils
 
-from seqtile.models.forms import source_in_file
-from seqtile.models.layer_form import _ATTENTIONS, _LAYERS
+from seqtile.models.recognise import _ATTENTIONS, _LAYERS, source_in_file
 
 
 def lines_of(name: str) -> list[str]:

@@ -15,7 +15,7 @@ from transformers.integrations import moe
 import seqtile
 from models.layered import KINDS, assert_equal, small_of
 from seqtile.models.find import experts_in
-from seqtile.models.small import WORDS
+from seqtile.proof.small import WORDS
 from seqtile.rules import default_chunk_tokens
 from support.tiny import CHUNK, batch_of, build, checkpointing, counting, loss_and_gradients, tiled_copy
 from support.training import with_lora

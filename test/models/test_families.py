@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 import seqtile
 from models import layered
 from models.layered import KINDS, packed, small_of
-from seqtile.models.small import WORDS
+from seqtile.proof.small import WORDS
 from support.choice import every_value
 from support.tiny import checkpointing
 

@@ -1,10 +1,13 @@
 """A checkpointed layer with a tiled MLP multiplies no more than the untiled one (facts: 11 u, u = 2 T D M FLOP)."""
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqtile.arch import ARCHS
 from support.measure import flops_of_step
-from support.tiny import CLASSES, VOCAB, build, checkpointing, tiled_copy
+from support.tiny import CHUNK, CLASSES, VOCAB, build, checkpointing, tiled_copy
 
 TOKENS = 190
 OTHERS = "a quarter of a second each; with a norm behind the MLP, with biases, and with experts"
@@ -52,3 +55,16 @@ def test_tiled_experts(experts: str) -> None:
 def test_a_tiled_loss_and_a_sequence_of_one_chunk_pay_nothing(arch: str, options: dict) -> None:
     untiled = build(arch)
     assert flops_of_step(tiled_copy(untiled, **options), TOKENS) == flops_of_step(untiled, TOKENS) - IGNORED
+
+
+def test_a_counter_that_hooks_modules() -> None:
+    """torch's FlopCounterMode looks for the node that computes the gradient of what each module is given."""
+    untiled = build("gemma3_text")
+    assert flops_counted(tiled_copy(untiled, layer=True, check=False)) > flops_counted(untiled)
+
+
+def flops_counted(model: nn.Module) -> int:
+    ids = torch.randint(0, VOCAB, (1, 3 * CHUNK + 2))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counter.get_total_flops()

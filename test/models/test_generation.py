@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import seqtile
 from models.layered import small_of
-from seqtile.models import any_layer
-from seqtile.models.small import WORDS
+from seqtile.models.forward import around_attention
+from seqtile.proof.small import WORDS
 from support.assertions import relative_error
 from support.measure import LiveBytes
 from support.tiny import tiled_copy
@@ -26,8 +26,8 @@ caches."""
 @pytest.mark.parametrize("model_type", TYPES)
 @torch.no_grad()
 def test_the_same_words_and_cache(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled, add = [], any_layer._CacheOfChunks.add
-    monkeypatch.setattr(any_layer._CacheOfChunks, "add", lambda *args: filled.append(0) or add(*args))
+    filled, add = [], around_attention._CacheOfChunks.add
+    monkeypatch.setattr(around_attention._CacheOfChunks, "add", lambda *args: filled.append(0) or add(*args))
     model = small_of(model_type).eval()
     tiled = tiled_copy(model, layer=True, chunk_tokens=CHUNK)
     ids = torch.randint(5, WORDS - 5, (2, 60))
@@ -64,7 +64,7 @@ def test_a_cache_is_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tiled = tiled_copy(small_of("gpt2").eval(), layer=True, chunk_tokens=CHUNK)
     cache = DynamicCache(config=tiled.config)
-    monkeypatch.setattr(any_layer._LayerCall, "behind_attention", fails)
+    monkeypatch.setattr(around_attention._LayerCall, "behind_attention", fails)
     with pytest.raises(ValueError, match="a GPT2Block cannot fill a cache in chunks; apply with layer=False"):
         tiled(input_ids=torch.randint(5, WORDS - 5, (1, 60)), past_key_values=cache)
     assert cache.get_seq_length() == 60

@@ -7,9 +7,13 @@ model in the same run. It leaves out the eager kernels, which no GPU runs: a stu
 
 import cProfile
 import pstats
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -48,10 +52,14 @@ def stub_launcher() -> Iterator[None]:
         yield
 
 
+def model_of(model_type: str, layers: int) -> nn.Module:
+    config = AutoConfig.for_model(model_type, num_hidden_layers=layers, use_cache=False, **SIZES)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
 def calls_of_step(kind: str, layers: int, tokens: int, checkpointed: bool, way: str) -> int:
     model_type = "llama" if kind.startswith("lora") else kind
-    config = AutoConfig.for_model(model_type, num_hidden_layers=layers, use_cache=False, **SIZES)
-    model: nn.Module = AutoModelForCausalLM.from_config(config).train()
+    model = model_of(model_type, layers)
     if kind.startswith("lora"):
         dropout = 0.1 if kind == "lora with dropout" else 0.0
         model = get_peft_model(model, LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")).train()
@@ -115,3 +123,39 @@ def test_calls_beyond_untiled_of_other_layers(kind: str, limit: int) -> None:
     """At most a third of the calls before verdicts were cached."""
     tiled, untiled = (calls_a_layer(kind, 2 * CHUNK, True, way) for way in ("layer", "untiled"))
     assert tiled - untiled <= limit
+
+
+def own_calls(layers: int) -> tuple[Counter[str], Counter[str]]:
+    """Returns the calls of seqtile's functions in a forward and in its backward, by file. Each item that a generator
+    yields counts, too."""
+    model, ids = model_of("llama", layers), torch.randint(0, SIZES["vocab_size"], (1, 2 * CHUNK))
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, layer=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    home, calls = str(Path(seqtile.__file__).parent), (Counter(), Counter())
+
+    def step(profile: Callable[[Callable | None], None]) -> None:
+        def counted(where: Counter[str], frame: FrameType, event: str, _: Any) -> None:
+            if event == "call" and (file := frame.f_code.co_filename).startswith(home):
+                where[file.removeprefix(home)] += 1
+
+        profile(partial(counted, calls[0]))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        profile(partial(counted, calls[1]))
+        loss.backward()
+        profile(None)
+
+    step(lambda _: None)  # compares itself with the untiled model
+    with stub_launcher():
+        step(lambda _: None)
+        step(sys.setprofile)
+    return calls
+
+
+def test_calls_of_our_functions() -> None:
+    """Of a layer of Llama in two chunks, checkpointed: three layers minus two; and of the rest of a forward."""
+    two, three = own_calls(2), own_calls(3)
+    forward, backward = (many - few for few, many in zip(two, three, strict=True))
+    rest = two[0] - forward - forward
+    assert forward.total() <= 300 and len(forward) <= 27
+    assert backward.total() <= 545
+    assert rest.total() <= 315

@@ -23,8 +23,8 @@ from models.layered import assert_equal, assert_same_step, tiled_copy
 from seqtile import declared
 from seqtile.declared import is_declared
 from seqtile.models.find import mlps_of
-from seqtile.models.loss import loss_verdict
-from seqtile.models.mlp import experts_verdict
+from seqtile.models.forward.loss import loss_verdict
+from seqtile.models.forward.mlp import experts_verdict
 from support.choice import every_value
 from support.tiny import batch_of, build, loss_and_gradients
 

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
 from models.layered import KINDS, LAYERED, assert_same_step, gradients_of, in_groups, tiled_copy, whole
-from seqtile.models.small import small_model
+from seqtile.proof.small import small_model
 from support.assertions import relative_error
 from support.choice import every_value
 from support.plain_store import offloaded

@@ -18,9 +18,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 import seqtile
 from models import layered
 from models.layered import KINDS, assert_equal, gradients_of
-from seqtile.models.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
+from seqtile.models.forward.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
 from seqtile.models.placement import Options
-from seqtile.models.small import small_config
+from seqtile.proof.small import small_config
 from support.assertions import relative_error
 from support.tiny import VOCAB, checkpointing, loss_and_gradients
 

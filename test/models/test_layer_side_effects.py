@@ -13,8 +13,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from models import layered
 from models.layered import KINDS, assert_equal, gradients_of
-from seqtile.models.layer import _FORWARD_CHECKPOINTS
-from seqtile.models.small import WORDS, small_model
+from seqtile.models.forward.layer import _FORWARD_CHECKPOINTS
+from seqtile.proof.small import WORDS, small_model
 from support.assertions import relative_error
 from support.choice import every_value
 from support.tiny import build, checkpointing, loss_and_gradients

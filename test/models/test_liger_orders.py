@@ -20,8 +20,9 @@ import seqtile
 from models.layered import assert_equal
 from models.liger_orders import HF, LIGER, ORDERS, SEQTILE, TOOK
 from seqtile.kernels.dispatch import triton
-from seqtile.models import loss, mlp
-from seqtile.models.placement import original_forward, package_of
+from seqtile.models.forward import loss, mlp
+from seqtile.models.functions import package_of
+from seqtile.models.placement import original_forward
 from support.assertions import relative_error
 from support.tiny import (
     CLASSES,

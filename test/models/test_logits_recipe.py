@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
 
-from seqtile.models import proof
-from seqtile.models.difference import difference
-from seqtile.models.logits_recipe import LogitsRecipe
-from seqtile.models.small import small_model
+from seqtile.models.chunked import InChunks
+from seqtile.models.logits.recipe import LogitsRecipe
+from seqtile.proof import findings
+from seqtile.proof.difference import difference
+from seqtile.proof.small import small_model
 from support.assertions import unread
 from support.tiny import tiled_copy
 
@@ -61,7 +62,7 @@ READS = (
 
 def recipe_and_real() -> tuple[LogitsRecipe, torch.Tensor]:
     hidden, head = torch.randn(2, 5, D), nn.Linear(D, V)
-    return LogitsRecipe(hidden, head), head(hidden)
+    return LogitsRecipe(hidden, head, InChunks(head=head)), head(hidden)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -116,8 +117,8 @@ def test_cross_entropy_is_handed_over(reduction: str, label_smoothing: float) ->
 )
 def test_a_loss_that_the_forward_computes_itself(model_class: type, config: object) -> None:
     model = small_model(model_class, config)
-    tiled = tiled_copy(model, mlp=False, chunk_tokens=proof.CHUNK, check=False)
-    plain, nudged = proof.gradients_of(model), proof.gradients_of(model, nudge=proof.EPS)
-    assert difference(plain, proof.gradients_of(tiled), nudged, proof.EPS) is None
+    tiled = tiled_copy(model, mlp=False, chunk_tokens=findings.CHUNK, check=False)
+    plain, nudged = findings.gradients_of(model), findings.gradients_of(model, nudge=findings.EPS)
+    assert difference(plain, findings.gradients_of(tiled), nudged, findings.EPS) is None
     ids = torch.randint(5, 100, (1, 50))
     assert unread(tiled(input_ids=ids, labels=ids).logits), "it is tiled"

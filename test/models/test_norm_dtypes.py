@@ -8,7 +8,7 @@ from torch import nn
 
 import seqtile
 from models.layered import assert_equal, whole
-from seqtile.models.layer import layer_verdict
+from seqtile.models.forward.layer import layer_verdict
 from support.tiny import build, loss_and_gradients, tiled_copy
 
 pytestmark = pytest.mark.usefixtures("pristine")

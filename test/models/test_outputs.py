@@ -14,11 +14,13 @@ from transformers.utils import can_return_tuple
 
 import seqtile
 from models.layered import in_groups, tiled_copy, whole
-from seqtile.models import base_model, mlp
-from seqtile.models import layer as layers
-from seqtile.models.logits_recipe import LogitsRecipe
-from seqtile.models.loss import _cross_entropy as tiled_cross_entropy
-from seqtile.ops.reduction import divided
+from seqtile.models.chunked import InChunks
+from seqtile.models.forward import cache as base_model
+from seqtile.models.forward import layer as layers
+from seqtile.models.forward import mlp
+from seqtile.models.forward.loss import _cross_entropy as tiled_cross_entropy
+from seqtile.models.logits.recipe import LogitsRecipe
+from seqtile.ops.head.reduction import divided
 from support.assertions import relative_error, unread
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, config_of
@@ -216,8 +218,9 @@ def test_status_text() -> None:
 def test_the_number_of_items_may_be_on_another_device() -> None:
     """A head in chunks divides by it wherever it is, as Hugging Face's loss does. On tensors without data."""
     hidden, labels = torch.ones(1, 40, 8, device="meta"), torch.ones(1, 40, dtype=torch.long, device="meta")
-    logits, items = LogitsRecipe(hidden, nn.Linear(8, 11, device="meta")), torch.tensor([41])
-    options = {"chunked": True, "chunk_tokens": CHUNK, "with_logits": False}
+    head = nn.Linear(8, 11, device="meta")
+    logits, items = LogitsRecipe(hidden, head, InChunks(head=head)), torch.tensor([41])
+    options = {"linears": (), "sharded": False, "chunk_tokens": CHUNK, "with_logits": False}
     loss = tiled_cross_entropy(logits, labels, num_items=items, **options)
     assert (loss.device.type, loss.shape) == ("meta", ())
     with FakeTensorMode():

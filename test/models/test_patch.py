@@ -14,16 +14,17 @@ from transformers.models.llama import modeling_llama
 
 import seqtile
 from models.layered import LAYERED, assert_equal, assert_same_step, on_model_or_classes, tiled_copy, tiled_model
-from seqtile.models import in_chunks, mlp
-from seqtile.models import layer as layers
+from seqtile.models import chunked
+from seqtile.models.apply import apply
 from seqtile.models.find import experts_in, mlps_of
-from seqtile.models.first_step import outcome_of
-from seqtile.models.gathered import gathered
-from seqtile.models.lazy_logits import LazyLogits
+from seqtile.models.forward import layer as layers
+from seqtile.models.forward import mlp
+from seqtile.models.logits.lazy import LazyLogits
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.patch import apply
 from seqtile.models.placement import Options
-from seqtile.models.small import unfilled
+from seqtile.models.sharded import gathered
+from seqtile.models.status import outcome_of
+from seqtile.proof.small import unfilled
 from support.assertions import unread
 from support.choice import every_value
 from support.tiny import (
@@ -65,7 +66,7 @@ def snapshot(model: nn.Module | None = None) -> list[object]:
 
 def runs_tiled(model: nn.Module, layer: bool = False) -> list[bool]:
     """Whether a training step tiles the loss and the MLPs, or the layers; `status` must agree."""
-    functions = [(layers, "decoder_layer")] if layer else [(mlp, "gated_mlp_of"), (in_chunks, "tiled_part")]
+    functions = [(layers, "decoder_layer")] if layer else [(mlp, "gated_mlp_of"), (chunked, "tiled_part")]
     with pytest.MonkeyPatch.context() as patch:
         calls = []
         for room, name in functions:
@@ -292,7 +293,7 @@ def test_a_copy_that_peft_saves(arch: str, name: str) -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert should get 2048 tokens of a chunk; dense layers keep their own chunk size."""
-    original, lengths = in_chunks.tiled_part, set()
+    original, lengths = chunked.tiled_part, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
@@ -304,7 +305,7 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     untiled = build("mixtral", max_position_embeddings=4200, num_hidden_layers=1)
     tiled = tiled_copy(untiled, layer=False, chunk_tokens=None, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    monkeypatch.setattr(in_chunks, "tiled_part", recorded)
+    monkeypatch.setattr(chunked, "tiled_part", recorded)
     assert_same_step(tiled, untiled, batch_of(1, 4150))  # a chunk of 4 experts, 2 per token, and a remainder
     assert lengths == {4096}
 
@@ -456,7 +457,7 @@ def test_a_forward_that_its_class_gets_afterwards(on_classes: bool, name: str, m
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "forward", counted)
-        if on_classes and cls in seqtile.models.patch._CLASSES["llama"].classes:
+        if on_classes and cls in seqtile.models.apply._CLASSES["llama"].classes:
             assert model(**batch).loss > 0 and calls, "it took the place of the tiled forward"
             return
         for _ in range(2):

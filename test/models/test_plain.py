@@ -19,14 +19,14 @@ from torch.utils.module_tracker import ModuleTracker
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import seqtile
-import seqtile.models.in_chunks
-import seqtile.models.mlp
+import seqtile.models.chunked
+import seqtile.models.forward.mlp
 from models.layered import MODES, assert_equal, gradients_of, tiled_copy, whole
 from models.test_paths import PROJECTIONS, lora
-from seqtile.models.loss import head_unfused_reason
-from seqtile.models.mlp import gated_form, mlp_unfused_reason
+from seqtile.models.forward.loss import head_unfused_reason
+from seqtile.models.forward.mlp import mlp_unfused_reason
 from seqtile.models.placement import original_forward
-from seqtile.models.weights import read_projection
+from seqtile.models.recognise import gated_form
 from support.assertions import relative_error
 from support.choice import every_value
 from support.measure import FlopCount
@@ -271,7 +271,7 @@ def test_read_all_the_same(around: Around, mode: str) -> None:
     untiled, tiled = pair(unchanged, **MODES[mode])
     batch = whole(101)
     truth = loss_and_gradients(untiled, **batch)
-    with around(), replaced(seqtile.models.in_chunks, "tiled_part", None):
+    with around(), replaced(seqtile.models.chunked, "tiled_part", None):
         status = seqtile.status(tiled)
         parts = [part for part in (status.loss, status.mlp, status.layer) if part is not None]
         assert [(part.reason, part.problem) for part in parts] == [(None, None)] * len(parts)
@@ -339,16 +339,3 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     torch._dynamo.reset()
     asking, x = Asking(), torch.ones(2)
     assert torch.compile(asking, backend="eager", fullgraph=True)(x)[1] == asking(x)[1]
-
-
-def with_a_hook(module: nn.Module) -> nn.Module:
-    module.register_forward_hook(lambda *_: None)
-    return module
-
-
-@pytest.mark.parametrize("make", [nn.Identity, lambda: nn.Bilinear(2, 2, 2), lambda: with_a_hook(nn.Linear(2, 2))])
-def test_what_is_no_plain_projection_is_not_read(make: Callable[[], nn.Module]) -> None:
-    """Also where Python runs without assertions."""
-    module = make()
-    with pytest.raises(ValueError, match=r"q_proj (is a|has hooks).*: expected the plain projection"):
-        read_projection("q_proj", module)

@@ -11,7 +11,7 @@ from torch import nn
 
 import seqtile
 from models.layered import assert_equal
-from seqtile.models.quantised import quantized_weight_of
+from seqtile.models.quantised import reader_of
 from support.choice import every_pair
 from support.measure import FlopCount, LiveBytes, eager_memory
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients, tiled_copy
@@ -160,8 +160,9 @@ def test_memory(kind: str) -> None:
     ours = of_few_bits(copy.deepcopy(plain), kind)
     decoded, beside = 3 * 4 * hidden * width, 0
     if kind == "ao nf4":
+        down = ours.model.layers[0].mlp.down_proj
         with LiveBytes() as decoding:
-            quantized_weight_of(ours.model.layers[0].mlp.down_proj).dequantize()
+            reader_of(down)(down).dequantize()
         beside = decoding.peak - decoded // 3
     assert peak(ours) <= 1.05 * (peak(plain) + decoded + beside)
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import seqtile
 from models.layered import assert_equal, on_model_or_classes
 from seqtile.models.find import head_of
-from seqtile.models.loss import place_of_head
+from seqtile.models.forward.loss import place_of_head
 from support.assertions import relative_error, unread
 from support.tiny import CHUNK, batch_of, build, loss_and_gradients
 from support.training import with_lora

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import Trainer
 
 import seqtile
-import seqtile.models.loss
-import seqtile.models.mlp
+import seqtile.models.forward.loss
+import seqtile.models.forward.mlp
 from seqtile.integrations.trl import apply_seqtile_to_trl, restore_trl
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, gentle, modeling_restored, tiled_copy
@@ -44,8 +44,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kw: counted.update([name]) or function(*args, **kw))
 
-    count(seqtile.models.loss, "linear_cross_entropy")
-    count(seqtile.models.mlp, "gated_mlp_of")
+    count(seqtile.models.forward.loss, "linear_cross_entropy")
+    count(seqtile.models.forward.mlp, "gated_mlp_of")
     with modeling_restored():
         yield counted
         seqtile.restore()

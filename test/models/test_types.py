@@ -23,12 +23,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import seqtile
-from seqtile.models import known, layer_form, proof
-from seqtile.models.difference import difference
+from seqtile.models import known, recognise
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
-from seqtile.models.small import small_model, unfilled
+from seqtile.proof import findings, proven
+from seqtile.proof.difference import difference
+from seqtile.proof.small import small_model, unfilled
 from support.real_configs import REAL_CONFIGS
 from support.type_table import config_of, found_in, row, sharing_of
 
@@ -69,14 +70,14 @@ def test_a_type(model_type: str) -> None:
 def test_by_the_classes(model_type: str) -> None:
     model_class, config = model_classes(model_type)[0], CONFIG_MAPPING[model_type]()
     plain = small_model(model_class, config)
-    getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=proof.CHUNK, check=False)
+    getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=findings.CHUNK, check=False)
     tiled = small_model(model_class, config)
     status = seqtile.status(tiled)
-    seen = proof.gradients_of(tiled)
+    seen = findings.gradients_of(tiled)
     seqtile.restore(model_type)
     assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total)
-    truth, nudged = proof.gradients_of(plain), proof.gradients_of(plain, nudge=proof.EPS)
-    assert difference(truth, seen, nudged, proof.EPS) is None
+    truth, nudged = findings.gradients_of(plain), findings.gradients_of(plain, nudge=findings.EPS)
+    assert difference(truth, seen, nudged, findings.EPS) is None
     assert seqtile.status(small_model(model_class, config)).mlp.tiled == 0
 
 
@@ -91,9 +92,9 @@ def test_another_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     """If its source did not show it, the proof would find it."""
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
     model = small_model(LlamaForCausalLM, LlamaConfig())
-    monkeypatch.setattr(layer_form, "is_llamas_rotary", lambda function: True)
-    monkeypatch.setattr("seqtile.models.layer.is_llamas_rotary", lambda function: True)
-    [found] = [found for found in proof.findings(model) if found.part is LAYER]
+    monkeypatch.setattr(recognise, "is_llamas_rotary", lambda function: True)
+    monkeypatch.setattr("seqtile.models.forward.layer.is_llamas_rotary", lambda function: True)
+    [found] = [found for found in findings.findings(model) if found.part is LAYER]
     assert "differs by" in found.refusal and found.error > 0.01
 
 
@@ -171,7 +172,7 @@ class UnusedGPT2(GPT2LMHeadModel):
 def on_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the classes of this file count as those of a model from the hub, which are proven on a small model."""
     names = (*known.HUGGING_FACE, __name__.split(".")[0])
-    for module in (known, proof):
+    for module in (known, proven):
         monkeypatch.setattr(module, "HUGGING_FACE", names)
     made_by, own = known._made_by, {"MixingMLP", "Scaled", "WithoutGradientMLP", "ScaledMLP"}
     monkeypatch.setattr(known, "_made_by", lambda cls: made_by(cls) | own)
@@ -182,8 +183,8 @@ def test_a_part_that_differs_is_left_untiled() -> None:
     """Nor is a layer that contains it: the layer's file was proven without this module."""
     model = small_model(MixingGPT2, GPT2Config())
     with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
-        seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
-    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=findings.CHUNK)
+    seqtile.apply_seqtile(model, chunk_tokens=findings.CHUNK)
     status = seqtile.status(model)
     assert status.mlp.tiled == 0 and status.loss.tiled == 1
     assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
@@ -201,7 +202,7 @@ def test_a_part_that_differs_is_left_untiled() -> None:
 def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> None:
     """A proof is void if it compares untiled with untiled, does not call the module, or has values that are NaN."""
     model = small_model(cls, GPT2Config())
-    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+    seqtile.apply_seqtile(model, chunk_tokens=findings.CHUNK)
     status = seqtile.status(model)
     assert f"MLP is left untiled: {reason}" in str(status) or f"given token ids, {reason}" in str(status)
     assert status.mlp.tiled == status.mlp.total - (1 if cls is UnusedGPT2 else 2)
@@ -211,9 +212,9 @@ def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> 
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, each once as an MLP and once (or, by groups of heads, twice) as a layer."""
-    counted: list[proof.WayTaken] = []
-    leave = proof.WayTaken.__exit__
-    monkeypatch.setattr(proof.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))
+    counted: list[findings.WayTaken] = []
+    leave = findings.WayTaken.__exit__
+    monkeypatch.setattr(findings.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))
     assert not isinstance(found_in(model_type), str)
     assert all(one.chunked and not one.untiled for one in counted)
     loss, *layers = counted
@@ -224,7 +225,7 @@ def test_the_proof_leaves_no_trace() -> None:
     state = torch.random.get_rng_state()
     model = small_model(MixingGPT2, GPT2Config())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    list(proof.findings(model))
+    list(findings.findings(model))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -234,17 +235,17 @@ def test_the_proof_leaves_no_trace() -> None:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Records the small models on which something is proven; no proof finds a difference."""
     found: list[object] = []
-    monkeypatch.setattr(proof, "findings", lambda model: found.append(model) or [])
-    proof._proof_of.cache_clear()
+    monkeypatch.setattr(proven, "findings", lambda model: found.append(model) or [])
+    proven._proof_of.cache_clear()
     yield found
-    proof._proof_of.cache_clear()
+    proven._proof_of.cache_clear()
 
 
 def test_a_changed_file_is_proven_again(runs: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig())
-    assert proof.unproven(model)(LOSS, model) is None and not runs
-    monkeypatch.setattr(proof, "fingerprint", lambda module: "another file")
-    assert "no such module" in proof.unproven(model)(LOSS, model) and len(runs) == 1
+    assert proven.unproven(model)(LOSS, model) is None and not runs
+    monkeypatch.setattr(proven, "fingerprint", lambda module: "another file")
+    assert "no such module" in proven.unproven(model)(LOSS, model) and len(runs) == 1
 
 
 SIZES = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6}
@@ -265,29 +266,29 @@ def test_what_was_proven_holds_for_other_sizes_alone(runs: list[object], changes
     sizes = {"vocab_size": 40, "num_hidden_layers": 2, "intermediate_size": 50}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes | changes))
-    assert (proof.unproven(model)(LOSS, model) is None) == same and len(runs) == (not same)
+    assert (proven.unproven(model)(LOSS, model) is None) == same and len(runs) == (not same)
 
 
 def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
-    assert proof.digest(model.config) not in proof._proven()[proof.fingerprint(modeling_llama.__name__)]
-    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    assert proven.digest(model.config) not in proven._proven()[proven.fingerprint(modeling_llama.__name__)]
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=findings.CHUNK)
     assert "left untiled" not in str(seqtile.status(model))
-    monkeypatch.setattr(proof, "_compare_part", lambda *_: (None, "it differs"))
-    proof._proof_of.cache_clear()
-    seqtile.apply_seqtile(seqtile.restore(model) or model, chunk_tokens=proof.CHUNK)
+    monkeypatch.setattr(findings, "_compare_part", lambda *_: (None, "it differs"))
+    proven._proof_of.cache_clear()
+    seqtile.apply_seqtile(seqtile.restore(model) or model, chunk_tokens=findings.CHUNK)
     assert "LlamaForCausalLM is left untiled: it differs" in str(seqtile.status(model))
-    proof._proof_of.cache_clear()
+    proven._proof_of.cache_clear()
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of its file for other configs are valid for it; without any, the model stays untiled."""
     model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
-    monkeypatch.setattr(proof, "_proof_of", lambda *_: "IndexError: too small")
+    monkeypatch.setattr(proven, "_proof_of", lambda *_: "IndexError: too small")
     if not known:
-        monkeypatch.setattr(proof, "_proven", dict)
-    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+        monkeypatch.setattr(proven, "_proven", dict)
+    seqtile.apply_seqtile(model, chunk_tokens=findings.CHUNK)
     assert ("left untiled: it could not be proven on a small model" in str(seqtile.status(model))) is not known
 
 
@@ -298,8 +299,8 @@ def test_well_known_configs(known: tuple, runs: list[object]) -> None:
     """Such a model is tiled without running a proof, and without treating any module as replaced."""
     _, model_type, said = known
     model = unfilled(model_classes(model_type)[0], config_of(model_type, said))
-    reason_of = proof.unproven(model)
-    for part in proof.PROVEN_ALONE:
+    reason_of = proven.unproven(model)
+    for part in findings.PROVEN_ALONE:
         for module in part.modules(model):
             assert part.refusal(module) is not None or reason_of(part, module) is None
     assert not runs
@@ -315,12 +316,12 @@ def test_attention_is_given_the_whole() -> None:
         return sdpa_attention_forward(module, q, *args, **options)
 
     AttentionInterface.register("watched", watched)
-    model, length = small_model(Olmo2ForCausalLM, Olmo2Config()).train(), 3 * proof.CHUNK + 1
+    model, length = small_model(Olmo2ForCausalLM, Olmo2Config()).train(), 3 * findings.CHUNK + 1
     model.set_attn_implementation("watched")
     inputs = {"input_ids": torch.randint(3, 50, (2, length)), "position_ids": torch.arange(length).repeat(2, 1)}
     model(**inputs, use_cache=False)
     untiled = shapes.copy()
-    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK, check=False)
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=findings.CHUNK, check=False)
     shapes.clear()
     model(**inputs, use_cache=False)
     assert untiled[0]["position_ids"] == (2, length) and shapes == untiled

@@ -202,7 +202,7 @@ def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     monkeypatch.setattr(
-        "seqtile.ops.linear_cross_entropy.check_labels", lambda *_: None
+        "seqtile.ops.head.cross_entropy.check_labels", lambda *_: None
     )  # checks values on a CPU, not on a GPU
     hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
     target = torch.randint(0, 500, (190,))
@@ -223,7 +223,7 @@ def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"num_items": 7}])
 def test_labels_that_nobody_looks_at(outside: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a label outside the vocabulary makes the loss NaN; class weights are not read out of bounds."""
-    monkeypatch.setattr("seqtile.ops.linear_cross_entropy.check_labels", lambda *_: None)
+    monkeypatch.setattr("seqtile.ops.head.cross_entropy.check_labels", lambda *_: None)
     hidden, weight = torch.randn(50, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
     target = torch.randint(0, 500, (50,))
     target[7] = outside

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from seqtile import linear_log_probs
-from seqtile.ops.linear_log_probs import TokenValues
+from seqtile.ops.head.log_probs import TokenValues
 from support.assertions import assert_all_as_exact
 from support.choice import every_value
 from support.head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make

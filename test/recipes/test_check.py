@@ -13,10 +13,11 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from seqtile.cli import app
-from seqtile.models import layer, sweep
+from seqtile.models.forward import layer
 from seqtile.models.model_types import model_types
-from seqtile.models.small import small_config
 from seqtile.ops.decoder_layer import decoder_layer
+from seqtile.proof import sweep
+from seqtile.proof.small import small_config
 from seqtile.recipes import CheckOptions
 from seqtile.recipes.check import check as run
 from seqtile.recipes.check import print_report

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import seqtile
 from seqtile import sp
-from seqtile.models import mlp as tiled_mlp
-from seqtile.models.first_step import outcome_of
-from seqtile.models.trial_batch import TOKENS
+from seqtile.models.forward import mlp as tiled_mlp
+from seqtile.models.status import outcome_of
+from seqtile.proof.batch import TOKENS
 from seqtile.protocols import SHARDED
 from sp import images, recurrences
 from sp.cases import batch_of_kind

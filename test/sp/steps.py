@@ -21,7 +21,7 @@ from transformers import (
 import seqtile
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
-from seqtile.models.first_step import outcome_of
+from seqtile.models.status import outcome_of
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
 from sp import recurrences

@@ -20,7 +20,7 @@ from transformers import BartConfig, BartForCausalLM
 import seqtile
 from models.layered import small_of
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.small import small_model
+from seqtile.proof.small import small_model
 from seqtile.protocols import SHARDED
 from seqtile.sp import backends, segments
 from seqtile.sp.all_to_all import rank_heads

@@ -18,7 +18,7 @@ from integrations.test_trl import CASES as TRL_CASES
 from integrations.test_trl import CLOCKS, pairs
 from seqtile import apply_seqtile, sp
 from seqtile.integrations.trl import apply_seqtile_to_trl
-from seqtile.models.first_step import outcome_of
+from seqtile.models.status import outcome_of
 from seqtile.sp.trainer import _Groups
 from sp.first_step import EQUAL, scaled_mlps
 from sp.over_ranks import context

@@ -8,7 +8,7 @@ from torch import nn
 
 import seqtile
 from seqtile import sp
-from seqtile.models.layer import groups_of
+from seqtile.models.forward.layer import groups_of
 from sp import images
 from sp.attentions import install
 from sp.cases import WRAPPED, batch_of_kind

@@ -10,7 +10,7 @@ import torch
 from benchmark.errors import FLOOR, relative_error
 
 from seqtile.kernels.dispatch import triton
-from seqtile.models.lazy_logits import LazyLogits
+from seqtile.models.logits.lazy import LazyLogits
 
 __all__ = [
     "FLOOR",

@@ -7,10 +7,10 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import seqtile
-from seqtile.models import proof
 from seqtile.models.model_types import model_classes
-from seqtile.models.proof import Finding
-from seqtile.models.small import WORDS, small_model
+from seqtile.proof import findings
+from seqtile.proof.findings import Finding
+from seqtile.proof.small import WORDS, small_model
 from support.tiny import loss_and_gradients
 
 
@@ -22,7 +22,7 @@ def config_of(model_type: str, said: dict[str, Any] | None = None) -> PreTrained
 def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Finding] | str:
     """Returns the findings for a model type; if it cannot be tried, says why."""
     try:
-        return list(proof.findings(small_model(model_classes(model_type)[0], config_of(model_type, said))))
+        return list(findings.findings(small_model(model_classes(model_type)[0], config_of(model_type, said))))
     except Exception as error:  # of Hugging Face's code, which may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
@@ -59,7 +59,7 @@ def sharing_of(model_type: str) -> str:
 
 def row(model_type: str, found: list[Finding], shared: str) -> str:
     """Returns a type's line of the table."""
-    cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in proof.PROVEN_ALONE)]
+    cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in findings.PROVEN_ALONE)]
     cells += ["yes" if any(one.groups for one in found) else "", shared]
     return f"| {' | '.join(cells)} |"
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from seqtile.fitting import fit
 from seqtile.integrations.prefixes import share_prefixes_of
-from seqtile.models import apply_seqtile, status
-from seqtile.models.patch import unwrapped
+from seqtile.models.apply import apply_seqtile, unwrapped
+from seqtile.models.status import status
 from seqtile.offload import enable
 from seqtile.sp import SequenceParallelTrainerMixin, initialize
 

@@ -18,7 +18,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from seqtile.models.patch import unwrapped
+from seqtile.models.apply import unwrapped
 from seqtile.ops.state import exchanged
 from seqtile.sp.apply import share_prefixes
 from seqtile.sp.trainer import MODELS

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from seqtile.ops.linear_divergence import linear_divergence
-from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
+from seqtile.ops.head.divergence import linear_divergence
+from seqtile.ops.head.log_probs import TokenValues, linear_log_probs
 from seqtile.ops.state import having
 
 logger = logging.get_logger(__name__)

@@ -110,10 +110,10 @@ def cross_entropy_(
 
     Args:
         logits: [C, V] float32, bfloat16 or float16, last dimension contiguous: products, from which `options` and
-            `bias` make logits. **Destroyed** with `write_grad`: it then holds the gradient of
-            sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies) with respect to the capped logits'
-            argument, times `temperature`. The caller still has to multiply it by logit_scale / temperature (for the
-            bias, by 1 / temperature). Without `write_grad` it does not change.
+            `bias` make logits. **Destroyed** with `write_grad`: it then holds temperature * dL/dz, where
+            L = sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies) and z = logit_scale * products +
+            bias. The caller still has to multiply it by logit_scale / temperature (for the bias, by 1 / temperature).
+            Without `write_grad` it does not change.
         target: [C] int64. The outputs of a row whose target is outside [0, V) are NaN; nothing out of bounds is read.
         losses: [C] float32, **written**: with w = class_weight and s = label_smoothing,
             (1 - s) w[target] (lse - x[target]) + s / V * sum(w (lse - x)) + z_loss * lse**2.
@@ -162,8 +162,8 @@ def divergence_(
 
     Args:
         student, teacher: [C, V] each, any of the three dtypes, last dimension contiguous: products, from which
-            `options` and `biases` make logits. **Destroyed** if `write` is True: the chunk then holds the gradient of
-            sum(row_scale * losses) with respect to the capped logits' argument, times `temperature`.
+            `options` and `biases` make logits. **Destroyed** if `write` is True: the chunk then holds
+            temperature * dL/dz, where L = sum(row_scale * losses) and z = scale * products + bias.
         losses: [C] float32, **written**.
         beta: 0 for KL(teacher, student), 1 for KL(student, teacher), between them the Jensen-Shannon divergence.
         options: of each head, with one temperature.

@@ -20,11 +20,11 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from seqtile.memory import FEATURES, Predicted, Predictor, apply_options, simulation_refusal
 from seqtile.memory.measure import LiveBytes
 from seqtile.memory.setup import GIB, Setup
-from seqtile.models import apply_seqtile
+from seqtile.models.apply import apply_seqtile
 from seqtile.models.find import experts_in, layers_of, mlps_of
-from seqtile.models.mlp import mlp_size_of, sparsity_of
+from seqtile.models.forward.mlp import mlp_size_of, sparsity_of
 from seqtile.models.parts import LAYER
-from seqtile.models.small import config_for, with_few_layers
+from seqtile.proof.small import config_for, with_few_layers
 from seqtile.renamed import enable_checkpointing
 from seqtile.rules import default_chunk_tokens
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from seqtile.models.forward.mlp import is_mxfp4, num_experts
 from seqtile.models.known import is_known_home
-from seqtile.models.mlp import is_mxfp4, num_experts
 from seqtile.models.placement import class_of
+from seqtile.models.read import own_weights
 from seqtile.models.stand_in import without_stand_ins
-from seqtile.models.weights import own_weights
 
 # Arguments that tell of other tokens, or more:
 _OF_A_SEQUENCE = re.compile(r"mask|cache|past|position|state|layer|head")

@@ -8,17 +8,13 @@
 A hook is recognised by its code, never by a name that it may give itself.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import FunctionType, MethodType
-from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as module_module
 
 from seqtile.declared import is_declared
-from seqtile.models.forms import unbound
+from seqtile.models.functions import defining_path, innermost
 
 _HARMLESS = (
     "torch.utils.module_tracker.",  # of FlopCounterMode, too
@@ -26,14 +22,12 @@ _HARMLESS = (
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
-    "seqtile.models.difference.",
-    "seqtile.models.gathered.",
-    "seqtile.models.proof.WayTaken.",
-    "seqtile.models.trial_pass.Pass.",
-    "seqtile.models.trial_ranks.",
+    "seqtile.proof.difference.",
+    "seqtile.models.sharded.",
+    "seqtile.proof.findings.WayTaken.",
+    "seqtile.proof.run.Pass.",
+    "seqtile.proof.ranks.",
 )
-# Where torch writes the wrappers of its own decorators, such as no_grad and autocast.
-_WRAPPING = ("torch._dynamo.eval_frame", "torch.utils._contextlib", "torch.amp.autocast_mode")
 _RECORDING = "transformers.utils.output_capturing."
 # Of PEFT only what makes the embeddings' output require a gradient. Its other hooks hand over what belongs to rows or
 # positions (mixed adapter batches, Poly, aLoRA, X-LoRA), or must see whole inputs (EVA, CorDA, LoRA-GA).
@@ -88,35 +82,3 @@ def is_harmless(hook: Callable, recording: bool) -> bool:
 def _written_in(hook: Callable) -> str:
     function = innermost(hook)
     return defining_path(function) or defining_path(type(function).__call__)
-
-
-def innermost(function: Any) -> Any:
-    """Returns the function inside partials, bound methods, and torch's and DeepSpeed's wrappers around their hooks."""
-    while True:
-        while type(function) is MethodType or type(function) is partial:
-            function = function.__func__ if type(function) is MethodType else function.func
-        if type(function) is not FunctionType:  # an object may pass on the attributes of what it wraps
-            return function
-        package = function.__globals__.get("__name__")
-        if package in _WRAPPING and hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        elif package == "deepspeed.utils.nvtx" and function.__closure__:
-            function = function.__closure__[0].cell_contents
-        else:
-            return function
-
-
-def defining_path(function: Any) -> str:
-    """Returns where a function is defined, such as "torch.nn.modules.linear.Linear.forward"; "" for other objects.
-
-    A wrapper keeps the globals of its own module, so it is found there whatever name functools.wraps gave it.
-    """
-    function = unbound(function)
-    if type(function) is not FunctionType:
-        return ""
-    name = function.__globals__.get("__name__", "")
-    module = sys.modules.get(name)
-    if module is None or vars(module) is not function.__globals__:
-        return ""
-    # torch.compile knows no __qualname__ of functions; code objects have theirs since Python 3.11.
-    return f"{name}.{getattr(function.__code__, 'co_qualname', None) or function.__qualname__}"

@@ -1,6 +1,6 @@
 """Finds what in a part of a model is neither known nor declared: such a part is left untiled, see `seqtile.tokenwise`.
 
-....layers.#.mlp            LlamaMLP      Hugging Face's, which proof.py compares on a small model
+....layers.#.mlp            LlamaMLP      Hugging Face's, which proof/ compares on a small model
 ....layers.#.mlp.act_fn     user.Act      neither known nor declared: this MLP is left untiled
 ....layers.#.mlp.up_proj    Linear4bit    of a library whose layers are listed in known_layers.txt
 ....layers.#.mlp.down_proj  nn.Linear     of PyTorch, treats each token by itself
@@ -23,9 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from seqtile.declared import MARK, is_declared
-from seqtile.models.hooks import defining_path, innermost, unknown_hook
-from seqtile.models.placement import class_of, computed_forward, decorated, home_of
-from seqtile.models.weights import PARAMETRIZATIONS, function_modes, is_one_of, named
+from seqtile.models.functions import decorated, defining_path, home_of, innermost, is_one_of, named
+from seqtile.models.hooks import unknown_hook
+from seqtile.models.placement import class_of, computed_forward
+from seqtile.models.read import PARAMETRIZATIONS, function_modes
 from seqtile.ops.state import names_in
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)

@@ -5,16 +5,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from seqtile.models.base_model import base_models_of, uncached_forward
 from seqtile.models.find import experts_in, layers_of, mlps_of
-from seqtile.models.first_step import checked_forward
-from seqtile.models.layer import check_head_groups, layer_verdict, tiled_layer_forward
-from seqtile.models.loss import loss_verdict, tiled_loss_forward
-from seqtile.models.mlp import experts_verdict, mlp_verdict, tiled_experts_forward, tiled_mlp_forward
-from seqtile.models.norm import norms_of, tiled_norm_forward
+from seqtile.models.forward.cache import base_models_of, uncached_forward
+from seqtile.models.forward.layer import check_head_groups, layer_verdict, tiled_layer_forward
+from seqtile.models.forward.loss import loss_verdict, tiled_loss_forward
+from seqtile.models.forward.mlp import experts_verdict, mlp_verdict, tiled_experts_forward, tiled_mlp_forward
+from seqtile.models.forward.norm import norms_of, tiled_norm_forward
 from seqtile.models.placement import Options
+from seqtile.models.read import check_untransformed
 from seqtile.models.verdict import Verdict
-from seqtile.models.weights import check_untransformed
 
 
 class Part(NamedTuple):
@@ -24,12 +23,16 @@ class Part(NamedTuple):
     """The option of `apply_seqtile_to_llama` that asks for it."""
     modules: Callable[[nn.Module], list[nn.Module]]
     """All such modules of a model."""
-    tiled_forward: Callable[[Options, Callable], Callable]
+    tiled_forward: Callable[[Options, Callable], Callable] = lambda _, original: original
     """Returns the tiled forward that replaces a forward (a plain function)."""
     verdict: Callable[[nn.Module], Verdict] = lambda _: Verdict("untiled")
     """Finds how a module is computed."""
     swapped: bool = False
     """Its class is swapped for a subclass, rather than changed."""
+    takes_head_groups: bool = False
+    """Its attention can be computed by groups of heads."""
+    is_model: bool = False
+    """Its modules are models, whose first training step is compared with the untiled model's."""
 
     def refusal(self, module: nn.Module) -> str | None:
         """Says why a module, by its kind, is left untiled."""
@@ -42,16 +45,18 @@ class Part(NamedTuple):
         verdict = self.verdict(module)
         if verdict.error is not None:
             raise ValueError(verdict.error)
-        if options.head_groups is not None and self.modules is layers_of:
+        if options.head_groups is not None and self.takes_head_groups:
             check_head_groups(module, verdict, options)
 
 
-LOSS = Part("loss", lambda model: [model], tiled_loss_forward, loss_verdict)
+LOSS = Part("loss", lambda model: [model], tiled_loss_forward, loss_verdict, is_model=True)
 MLP = Part("mlp", mlps_of, tiled_mlp_forward, mlp_verdict, swapped=True)
 EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swapped=True)
-LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict)
+LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict, takes_head_groups=True)
 NORM = Part("layer", norms_of, tiled_norm_forward, swapped=True)
-BASE = Part("layer", base_models_of, uncached_forward)
-# Where neither the loss nor layers are tiled, whose forwards check, too; below the head for those who call that alone.
-CHECK = Part("", lambda model: list(dict.fromkeys((model, model.base_model))), checked_forward)
+BASE = Part("layer", base_models_of, uncached_forward, is_model=True)
+# Where neither the loss nor layers are tiled; below the head for those who call that alone.
+CHECK = Part(
+    "", lambda model: list(dict.fromkeys((model, model.base_model))), lambda _, original: original, is_model=True
+)
 PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)

@@ -15,14 +15,14 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial, update_wrapper
+from functools import cache, update_wrapper
 from itertools import pairwise, takewhile
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from seqtile.models.forms import behind_renaming, unbound
+from seqtile.models.functions import behind_renaming, decorated, home_of, package_of, unbound
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
@@ -84,15 +84,18 @@ class Placement:
 
     @property
     def original(self) -> Callable:
-        """The forward that runs when the tiled forward does not tile a call. Raises RuntimeError if the class has been
-        given another since, which would not run."""
+        """The forward that runs when the tiled forward does not tile a call. Raises RuntimeError, see `check`."""
+        self.check()
+        return self.replaced
+
+    def check(self) -> None:
+        """Raises RuntimeError if the class has been given another forward since, which would not run."""
         if self.beneath is not None and (now := self.beneath[0].forward) is not self.beneath[1]:
             if (package := package_of(now)) not in (*KNOWN_PACKAGES, "seqtile"):
                 raise RuntimeError(
                     f"{self.beneath[0].__name__}.forward was replaced, by one from {package}, after seqtile was "
                     "applied, and would not run; put the former one back, or call seqtile.restore"
                 )
-        return self.replaced
 
     def is_of(self, options: Options) -> bool:
         """Returns whether `options` would produce the same forward."""
@@ -167,8 +170,8 @@ def placement_of(function: Callable | None) -> Placement | None:
 
 def original_forward(owner: Owner) -> Callable:
     """Returns the forward that the tiled forward at `owner` replaced, or the current forward if none is tiled."""
-    placement = placement_at(owner)
-    return placement.original if placement else current_forward(owner)
+    placement = placement_of(forward := current_forward(owner)) or placement_at(owner)
+    return placement.original if placement else forward
 
 
 def computed_forward(owner: Owner) -> Callable:
@@ -216,6 +219,8 @@ def current_forward(owner: Owner) -> Any:
     """Returns the function that runs as the owner's forward. Hugging Face wraps the forward of every subclass of a
     decoder layer, such as FSDP2's, to checkpoint it; a tiled forward inside that wrapper is found too."""
     forward = own_forward(owner) or getattr(_type_of(owner), "forward", None)  # what torch.jit traces has none
+    if placement_of(forward) is not None:
+        return forward
     tiled = decorated(forward)
     return tiled if placement_of(tiled) is not None else forward
 
@@ -319,33 +324,6 @@ def _placed_at(owner: Owner) -> Placement | None:
     if isinstance(owner, type):
         return placement_at(owner, vars(owner)["forward"]) if "forward" in vars(owner) else None
     return next((vars(cls)[_OWN] for cls in type(owner).__mro__ if is_own_class(cls)), None)
-
-
-def package_of(forward: Callable) -> str:
-    """Returns the package whose code a forward runs.
-
-    A wrapper belongs to its own author, whatever name functools.wraps gave it. Only a wrapper made by a Hugging Face
-    decorator belongs to the package of the function that it wraps.
-    """
-    forward = decorated(forward)
-    return package_of(forward.func) if type(forward) is partial else home_of(forward).split(".")[0]
-
-
-def decorated(forward: Callable) -> Callable:
-    """Returns the function inside Hugging Face's decorators, or `forward` itself if it has none."""
-    while home_of(forward).startswith("transformers.") and hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward
-
-
-def home_of(function: Callable) -> str:
-    """Returns the name of the module in which a function was written; of text that was executed, by `exec` in whosever
-    namespace, such as "<string>"."""
-    function = unbound(function)
-    if type(function) is not FunctionType:  # an object may pass on the attributes of what it wraps
-        return type(function).__module__
-    home, file = function.__globals__.get("__name__", ""), function.__code__.co_filename
-    return file if file.startswith("<") and home != "__main__" else home
 
 
 def name_of(owner: Owner) -> str:

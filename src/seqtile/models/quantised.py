@@ -1,8 +1,7 @@
 """Linear layers whose frozen weights are stored in fewer bits, read by decoding them once a call.
 
 These are bitsandbytes' of 4 bits and torchao's layouts for weights alone. Every other way to store a weight is called
-chunk by chunk; so are layers that quantise their input too, which reads nothing of the weight that could be computed
-with otherwise.
+chunk by chunk; so are layers that also quantise their input: decoding the weight alone would compute something else.
 """
 
 import sys
@@ -80,12 +79,15 @@ def computing_dtype(module: Any) -> torch.dtype | None:
     return module.weight.dtype if _layout_of(module) is not None else getattr(module, "compute_dtype", None)
 
 
-def quantized_weight_of(module: Any) -> QuantizedWeight | None:
-    """Returns a readable layer's weight; None if it is stored as numbers."""
+def reader_of(module: Any) -> Callable[[Any], QuantizedWeight] | None:
+    """Returns a function that reads the weight of a readable layer such as this one; None if it is stored as
+    numbers."""
     if (layout := _layout_of(module)) is not None:
-        return QuantizedWeight(module.weight.shape, partial(layout.decode, module.weight))
-    if not is_quantised(module):
-        return None
+        return lambda module: QuantizedWeight(module.weight.shape, partial(layout.decode, module.weight))
+    return _read_4_bits if _is_4_bits(module) else None
+
+
+def _read_4_bits(module: Any) -> QuantizedWeight:
     from bitsandbytes.functional import dequantize_4bit
 
     state = getattr(module.weight, "quant_state", None) or module.quant_state

@@ -55,7 +55,7 @@ class Snapshot:
         self._types, self._then = [*map(type, parts)], [*map(dict.copy, self._dicts)]
         # Their classes hold a property for each weight, unless the caller computes that.
         parametrized = [part for part in parts if is_parametrized(part) and part.parametrizations in parts]
-        self._looked_up = [(kind, "forward") for kind in self._types]
+        self._looked_up = [*_OF_TORCH, *[(kind, "forward") for kind in self._types]]
         self._looked_up += [(type(part), name) for part in parametrized for name in part.parametrizations]
         own = [each for part in parts for each in (part._parameters, part._buffers)]
         held = [each for each in chain.from_iterable(map(dict.values, own)) if each is not None]
@@ -93,21 +93,19 @@ class Snapshot:
             for part, now, _ in types:
                 part.__class__ = now
 
-    def _fixed_now(self) -> list[tuple[str, Any]]:
-        """Returns by name what cannot be put back."""
+    def _fixed_now(self) -> list[Any]:
+        """Returns what cannot be put back: the adapters that are merged into weights, the global module hooks, and what
+        was looked up."""
         merged = filter(None, map(dict.get, map(vars, self._parts), repeat("merged_adapters")))
         hooks = [hook for hook in each_hook(None) if not is_harmless(hook, False)]
-        looked_up = (*_OF_TORCH, *self._looked_up)
-        return [
-            *((f"{owner.__name__}.{name}", getattr(owner, name, None)) for owner, name in looked_up),
-            ("the adapters that are merged into weights", [*map(tuple, merged)]),
-            ("the global module hooks", hooks),
-        ]
+        return [[*map(tuple, merged)], hooks, *[getattr(owner, name, None) for owner, name in self._looked_up]]
 
     def changed(self) -> list[str]:
         """Returns the names of what has changed and cannot be put back."""
-        pairs = zip(self._fixed, self._fixed_now(), strict=True)
-        changed = [*dict.fromkeys(name for (name, then), (_, now) in pairs if then != now)]
+        names = ("the adapters that are merged into weights", "the global module hooks")
+        names += tuple([f"{owner.__name__}.{name}" for owner, name in self._looked_up])
+        each = zip(names, self._fixed, self._fixed_now(), strict=True)
+        changed = [*dict.fromkeys([name for name, then, now in each if then != now])]
         if (found := self._frozen.changed()) is not None:
             tensor, how = found
             held = ((part, name, value) for part in self._parts for name, value in part.named_parameters(recurse=False))

@@ -56,9 +56,9 @@ def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: 
     name."""
     if torch.compiler.is_compiling():
         return _as_attributes(model, loss, owner, name, head)
-    is_torchs = class_of(owner).__module__.startswith("torch.")  # such as a Sequential, which looks up no attribute
-    if not (is_torchs or isinstance(getattr(type(owner), name, None), _Child)):
-        setattr(type(owner), name, _Child(name))
+    if not isinstance(getattr(type(owner), name, None), _Child):
+        if not class_of(owner).__module__.startswith("torch."):  # such as a Sequential, which looks up no attribute
+            setattr(type(owner), name, _Child(name))
     if not isinstance(usual := type(model).loss_function, _LossFunction):
         type(model).loss_function = _LossFunction(usual.fget, usual.fset)
     return having(_now, {(model, "loss_function"): loss, (owner, name): head})

@@ -10,6 +10,7 @@ function. Hooks of forward and backward it refers to weakly, so that what one ho
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain, product
 from operator import attrgetter, is_
 from types import FunctionType
@@ -23,10 +24,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.declared import tokenwise
-from seqtile.models.forms import unbound
+from seqtile.models.functions import unbound
 from seqtile.models.hooks import each_hook, hooks_of
 from seqtile.models.known import CALLED, UNKNOWN
 from seqtile.models.placement import placement_of
+from seqtile.models.read import is_transformed
 from seqtile.ops.save_early import saved_unseen
 
 logger = logging.get_logger(__name__)
@@ -51,6 +53,8 @@ class Verdict(NamedTuple):
     """Why the tiled forward raises instead; None if it runs."""
     form: Any = None
     """The form of its forward: a `LayerForm` or a `Gated`."""
+    linears: tuple[Any, ...] = ()
+    """The projections of a fused module, each a `LoraLinear`: q, k, v and o of a layer, then gate, up if any, down."""
     tileable: bool = True
     """False for a kind of module that stays untiled."""
     sharded: bool = False
@@ -103,7 +107,7 @@ class Verdicts:
                 return kept.verdict
         except TypeError:  # of a hook that cannot be referred to weakly
             pass
-        with saved_unseen():  # a checkpoint counts what is saved
+        with nullcontext() if is_transformed() else saved_unseen():  # a checkpoint counts what is saved
             verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
         # Weights by functional_call are not kept alive here.
         if all(isinstance(weight, nn.Parameter) for weight in module.parameters()) and _are_weak(module):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
-from seqtile.ops.linear_log_probs import linear_log_probs
+from seqtile.ops.head.cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.head.log_probs import linear_log_probs
 
 
 class _WithOptions(nn.Module):

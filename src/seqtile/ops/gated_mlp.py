@@ -167,7 +167,7 @@ class MLPChunk:
     """
 
     def __init__(self, x: torch.Tensor, rows: int, params: Projections, activation: str):
-        *self._first, self._down = (projection.to(x.dtype) for projection in params)
+        *self._first, self._down = [projection.to(x.dtype) for projection in params]
         self._activation = activation
         self._both = x.new_empty(rows, 2 * self._down.weight.shape[1])
         self._product: torch.Tensor | None = None

@@ -6,6 +6,7 @@ torch.autograd.grad would call f with the gradient of each chunk, and the engine
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -38,18 +39,19 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def nodes_behind(
-    ends: Iterable[Node | None], start: Node | None = None, stops: Callable[[Node], bool] = lambda node: False
-) -> Iterator[Node]:
-    """Yields every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
+    ends: Iterable[Node | None], start: Node | None = None, stops: Callable[[Node], bool] | None = None
+) -> list[Node]:
+    """Returns every node that a backward from `ends` reaches, once each; without `start` and nodes reachable only
     through it, or through a node where it `stops`."""
-    seen: set[Node | None] = {start, None}
-    pending = list(ends)
+    seen, nodes, pending = {start, None}, [], list(ends)
     while pending:
         node = pending.pop()
         if node not in seen:
             seen.add(node)
-            yield node
-            pending += [] if stops(node) else [following for following, _ in node.next_functions]
+            nodes.append(node)
+            if stops is None or not stops(node):
+                pending += map(itemgetter(0), node.next_functions)
+    return nodes
 
 
 def leaves_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[tuple[torch.Tensor, Node, int]]:

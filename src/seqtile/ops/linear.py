@@ -204,7 +204,7 @@ class Projection(NamedTuple):
     def slice_out(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs. Of gradient sums, see `NodeParams`, those of these outputs, in
         the same buffers."""
-        weight, bias, b = (None if part is None else part[rows] for part in (self.weight, self.bias, self.b))
+        weight, bias, b = [None if part is None else part[rows] for part in (self.weight, self.bias, self.b)]
         return Projection(weight, bias, self.a, b, self.scale)
 
     def slice_in(self, columns: slice) -> "Projection":
@@ -215,7 +215,7 @@ class Projection(NamedTuple):
     def to(self, dtype: torch.dtype) -> "Projection":
         """Returns the operands of the products in `dtype`, copied if their dtype differs."""
         tensors = self.dequantized()[:4]
-        return Projection(*(None if tensor is None else tensor.to(dtype) for tensor in tensors), self.scale)
+        return Projection(*[None if tensor is None else tensor.to(dtype) for tensor in tensors], self.scale)
 
     def differentiable(self, x: torch.Tensor) -> torch.Tensor:
         """Computes y [..., out] of x [..., in] with operations that autograd records."""

@@ -67,7 +67,7 @@ class SaveEarlyFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *also)
         ctx.unchanged = Unchanged.parameters(also)
-        views = tuple(tensor.view_as(tensor) for tensor in tensors)
+        views = tuple([tensor.view_as(tensor) for tensor in tensors])
         needed = zip(views, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*(view for view, need in needed if not need))
         return views

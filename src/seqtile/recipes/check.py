@@ -20,9 +20,9 @@ from seqtile.memory.simulate import quiet
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS
 from seqtile.models.placement import Options
-from seqtile.models.proof import Finding, findings, tiled_copy
-from seqtile.models.small import WORDS, small_model
-from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
+from seqtile.proof.findings import Finding, findings, tiled_copy
+from seqtile.proof.small import WORDS, small_model
+from seqtile.proof.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import CheckOptions, check_path, hub_config, in_brief
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes

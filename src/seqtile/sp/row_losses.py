@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
-from seqtile.ops.linear_divergence import linear_divergence
-from seqtile.ops.linear_log_probs import linear_log_probs
-from seqtile.ops.linear_topk_divergence import linear_topk_divergence
+from seqtile.ops.head.cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.head.divergence import linear_divergence
+from seqtile.ops.head.log_probs import linear_log_probs
+from seqtile.ops.head.topk import linear_topk_divergence
 from seqtile.sp.owners import gathered, summed
 from seqtile.tensor_like import CrossEntropy
 

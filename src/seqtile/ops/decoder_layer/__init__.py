@@ -32,6 +32,8 @@ from seqtile.ops.linear import tensors_of, views_of
 from seqtile.ops.save_early import save_early
 from seqtile.protocols import SequenceParallelAttention
 
+_PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
 
 @torch.compiler.disable(reason="seqtile.decoder_layer saves its input in a node of its own")
 def decoder_layer(
@@ -113,10 +115,8 @@ def _check(
 ) -> None:
     """Raises TypeError or ValueError, see `decoder_layer`."""
     attention, mlp = params
-    operands = {"x": x}
-    projections = {name: getattr(attention, name) for name in ("q", "k", "v", "o")}
-    projections |= {name: getattr(mlp, name) for name in ("gate", "up", "down")}
-    operands |= {f"{name}_weight": one.weight for name, one in projections.items() if one.quantized is None}
+    projections = zip(_PROJECTIONS, (attention.q, attention.k, attention.v, attention.o, *mlp[1:]), strict=True)
+    operands = {"x": x} | {f"{name}_weight": one.weight for name, one in projections if one.quantized is None}
     check_operands("decoder_layer", operands)
     for name, norm in (("norm", attention.norm), ("mlp_norm", mlp.norm)):
         check_operands("decoder_layer", {name: norm.weight})

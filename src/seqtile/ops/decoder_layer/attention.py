@@ -79,7 +79,7 @@ def attend_by_groups(
         try:
             return AttentionFunction.apply(call, params, cos, sin, tuple(leaves), x, *views, *leaves)
         except UntrackedLeaves as found:  # as inputs of the node they get their gradients
-            if call.sp_attention is not None:  # ranks of padding alone would not find them: others would wait for them
+            if call.sp_attention is not None:  # a rank of padding alone would not run again, and others would wait
                 raise ValueError(
                     f"decoder_layer: attention over ranks uses a tensor {list(found.args[0][0].shape)} that requires a "
                     "gradient, expected none; leave this layer untiled (layer=False)"

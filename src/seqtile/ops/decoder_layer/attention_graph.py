@@ -29,7 +29,7 @@ class QKVFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
     def backward(ctx, *d: torch.Tensor) -> tuple[None, None]:
@@ -182,7 +182,8 @@ def _check_leaves(out: torch.Tensor, start: GradientEdge, known: Sequence[torch.
     """Raises UntrackedLeaves if the graph from `start` to `out` has leaves that are not `known`; ValueError if it goes
     on in nodes that were there before `start`."""
     first, ends = start.node, [out.grad_fn]
-    if any(node._sequence_nr() < first._sequence_nr() for node in nodes_behind(ends, first)):  # a leaf's is the largest
+    oldest = min([node._sequence_nr() for node in nodes_behind(ends, first)], default=first._sequence_nr())
+    if oldest < first._sequence_nr():  # a leaf's is the largest
         raise ValueError(
             "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
             "leaves, such as parameters; leave this layer untiled (layer=False)"

@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations 50
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-dist docs models ledger check-cuda check-oldest lint format bench bench-smoke table
+.PHONY: help setup demo test test-all test-gpu test-dist docs models predict check-cuda check-oldest lint format bench bench-smoke table
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,8 +76,8 @@ models: $(STAMP)  ## prove every model type of transformers, and write the table
 	PYTHONPATH=test $(BIN)/python -m dev.models
 	PYTHONPATH=test:$(OLDEST) $(BIN)/python -m dev.models
 
-ledger: $(STAMP)  ## predicted times on a GPU, without one; not measured
-	$(BIN)/python -m benchmark.ledger
+predict: $(STAMP)  ## predicted times on a GPU, without one; not measured
+	$(BIN)/python -m benchmark.predicted_times
 
 CUDA := .venv-cuda
 check-cuda:  ## the CUDA branch on fake tensors, with a torch built for CUDA in an environment of its own (4.5 GB), without a GPU

@@ -45,7 +45,7 @@ def bytes_needed(tokens: int, heads: int, kv_heads: int, width: int) -> int:
     return tokens * width * (heads * (4 * 2 + 4 + 2 * 2) + kv_heads * 4 * 2 + 10 * 8)
 
 
-def drawn(*size: int) -> torch.Tensor:
+def random_blocks(*size: int) -> torch.Tensor:
     """Random, by blocks of tokens: each contiguous, and small enough for 32-bit offsets."""
     found = torch.empty(*size, device=DEVICE, dtype=DTYPE)
     for block in found.split(BLOCK, dim=1):
@@ -60,13 +60,13 @@ def operands(tokens: int, heads: int, kv_heads: int, width: int) -> Long:
     near = [row for row in (border - 1, border) if 0 <= row < tokens]
     spread = torch.linspace(tokens // 8, tokens - 1, 8 - len(near)).long().tolist()
     rows = torch.tensor(sorted({*spread, *near}), device=DEVICE)
-    q, k, v = (drawn(1, tokens, n, width) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (random_blocks(1, tokens, n, width) for n in (heads, kv_heads, kv_heads))
     d_out = torch.zeros(1, tokens, heads, width, device=DEVICE, dtype=DTYPE)
-    d_out[:, rows] = drawn(1, len(rows), heads, width)
+    d_out[:, rows] = random_blocks(1, len(rows), heads, width)
     return Long(*(x.requires_grad_() for x in (q, k, v)), d_out, rows)
 
 
-def computed(long: Long) -> torch.Tensor:
+def forward_and_backward(long: Long) -> torch.Tensor:
     """Forward and backward; returns the output, [1, S, H, K], without its graph. Gradients are in q, k and v."""
     q, k, v = long.heads
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -74,7 +74,7 @@ def computed(long: Long) -> torch.Tensor:
     return out.detach().transpose(1, 2)
 
 
-def truth(long: Long, kv_head: int) -> tuple[torch.Tensor, ...]:
+def in_float64(long: Long, kv_head: int) -> tuple[torch.Tensor, ...]:
     """In float64, of the query heads that read one kv head: the output's rows and the gradient of the queries' rows,
     both [G, R, K]; the gradients of all its keys and values, [S, K]."""
     group = long.q.shape[2] // long.k.shape[2]

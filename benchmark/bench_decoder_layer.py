@@ -167,5 +167,5 @@ LENGTHS_HERE = {
 SUBJECT = Subject("decoder_layer", operands, CONTESTANTS, flops, lengths=LENGTHS_HERE)
 
 
-def test_decoder_layer(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_decoder_layer(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

@@ -135,5 +135,5 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("gated_mlp", operands, CONTESTANTS, flops, last_rows, right_rows)
 
 
-def test_gated_mlp(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_gated_mlp(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

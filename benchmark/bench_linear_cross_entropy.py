@@ -172,5 +172,5 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("linear_cross_entropy", operands, CONTESTANTS, flops, last_rows, right_rows)
 
 
-def test_linear_cross_entropy(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_linear_cross_entropy(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

@@ -118,5 +118,5 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("linear_divergence", operands, CONTESTANTS, flops, last_rows, right_rows, LENGTHS)
 
 
-def test_linear_divergence(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_linear_divergence(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

@@ -30,5 +30,5 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("masked_prompt", operands, CONTESTANTS, flops, last_rows, right_rows, LENGTHS)
 
 
-def test_masked_prompt(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_masked_prompt(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

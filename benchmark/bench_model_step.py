@@ -1,11 +1,13 @@
-"""A training step of a model of Llama-8B's size, at growing length until memory is full: the ladder.
+"""A training step of a model of Llama-8B's size, at growing length until memory is full: the longest sequence of each
+method.
 
 The longest steps take minutes a layer, and their time grows with the square. By calculation, at 400 TFLOP/s on 139 GiB,
 all methods but the last four come to their ends in this subject's share of 29 minutes, and all in 60 minutes of its
 own; on 80 GB in 29 of its own.
 
 Each method is a process of its own, since patches are a process's and so is a memory that nobody else used. See
-`benchmark/ladder.py` for what is trained, and `benchmark/missing.py` for what stands for the layers left out.
+`benchmark/longest_sequence.py` for what is trained, and `benchmark/left_out_layers.py` for what stands for the layers
+left out.
 """
 
 import json
@@ -22,7 +24,7 @@ import pytest
 import torch
 from benchmark.conftest import DEADLINE, MACHINE, directory
 from benchmark.device import DEVICE, free_memory
-from benchmark.ladder import LIMITS
+from benchmark.longest_sequence import LIMITS
 from benchmark.methods import METHODS
 from benchmark.subject import Absent, needs
 
@@ -59,9 +61,9 @@ def limit_of(size: str, gigabytes: float | None) -> int:
     return min(free, int(gigabytes * 1e9) if gigabytes else total)
 
 
-def climbed(method: str, size: str, limit: int, deadline: float, tflops: float, file: Path) -> dict[str, Any]:
+def longest_of(method: str, size: str, limit: int, deadline: float, tflops: float, file: Path) -> dict[str, Any]:
     """What the process of a method found, before it died, if it did; in `file` while it runs."""
-    command = [sys.executable, "-m", "benchmark.ladder", method, str(file)]
+    command = [sys.executable, "-m", "benchmark.longest_sequence", method, str(file)]
     command += ["--size", size, "--limit", str(limit), "--deadline", str(deadline), "--matmul-tflops", str(tflops)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
@@ -98,7 +100,7 @@ def test_model_step(record, request: pytest.FixtureRequest, contestant: str) -> 
         if seconds > 0:
             limit = limit_of(size, option("--memory-limit"))
             with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-                row = climbed(contestant, size, limit, now + seconds, tflops, file)
+                row = longest_of(contestant, size, limit, now + seconds, tflops, file)
     except Absent as absent:
         row = {"status": "absent", "why": str(absent)}
     steps = row.get("steps", [])

@@ -14,8 +14,8 @@ import pytest
 import torch
 from benchmark.bench_decoder_layer import Work, copied
 from benchmark.bench_decoder_layer import flops as flops_of_layer
+from benchmark.comparison import step
 from benchmark.conftest import DEADLINE, directory
-from benchmark.contest import step
 from benchmark.device import DEVICE, DTYPE, free_memory, synchronize
 from benchmark.models import build, offloaded
 from benchmark.shapes import SHAPES, Case, K, Lengths, Shape, cases
@@ -82,8 +82,8 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("offload", operands, CONTESTANTS, flops, lengths=LENGTHS)
 
 
-def test_offload(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_offload(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

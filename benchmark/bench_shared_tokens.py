@@ -93,5 +93,5 @@ def flops(shape: Shape, tokens: int) -> float:
 SUBJECT = Subject("shared_tokens", operands, CONTESTANTS, flops, lengths=LENGTHS)
 
 
-def test_shared_tokens(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_shared_tokens(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

@@ -29,5 +29,5 @@ CONTESTANTS = {"huggingface": huggingface} | {name: partial(tiled, factor) for n
 SUBJECT = Subject("tile_of_mlp", operands, CONTESTANTS, flops, lengths=LENGTHS)
 
 
-def test_tile_of_mlp(compete, case: Case, contestant: str) -> None:
-    compete(SUBJECT, case, contestant)
+def test_tile_of_mlp(compare, case: Case, contestant: str) -> None:
+    compare(SUBJECT, case, contestant)

@@ -14,7 +14,7 @@ from benchmark.errors import FLOOR, relative_error
 from benchmark.rows import append
 
 
-class Found(NamedTuple):
+class Check(NamedTuple):
     """A comparison: right if the error is at most what is allowed."""
 
     what: str
@@ -22,16 +22,16 @@ class Found(NamedTuple):
     allowed: float
 
 
-Findings = Iterator[Found | dict[str, Any]]
+Findings = Iterator[Check | dict[str, Any]]
 """Comparisons, and rows of figures that nothing judges."""
 
 
-def judged(what: str, ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> Found:
+def check_beside_torch(what: str, ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> Check:
     """Right is at most twice as far from the truth as torch in the same dtype."""
-    return Found(what, relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + FLOOR)
+    return Check(what, relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + FLOOR)
 
 
-def checked(name: str, findings: Callable[[], Findings], note: Callable[[dict[str, Any]], None]) -> bool:
+def run_check(name: str, findings: Callable[[], Findings], note: Callable[[dict[str, Any]], None]) -> bool:
     """Returns whether all is right; an exception is a result like any other."""
     right = True
     try:
@@ -53,31 +53,31 @@ def checked(name: str, findings: Callable[[], Findings], note: Callable[[dict[st
     return right
 
 
-def file_given(about: str | None) -> Path | None:
+def file_argument(about: str | None) -> Path | None:
     """Returns the file that the command line names."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path)
     return parser.parse_args().file
 
 
-def plain(value: Any) -> Any:
+def for_json(value: Any) -> Any:
     """Returns what JSON can hold: infinities and NaN as words."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return [for_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def run(part: str, checks: dict[str, Callable[[], Findings]], file: Path | None) -> None:
+def run_checks(part: str, checks: dict[str, Callable[[], Findings]], file: Path | None) -> None:
     """Runs every check, and exits: with 0 if all is right. What was found goes into `file` as lines of this part."""
     torch.manual_seed(0)
 
     def note(row: dict[str, Any]) -> None:
         if file:
-            append(file, {"part": part} | {key: plain(value) for key, value in row.items()})
+            append(file, {"part": part} | {key: for_json(value) for key, value in row.items()})
 
     wrong = []
     for name, findings in checks.items():
-        wrong += [] if checked(name, findings, note) else [name]
+        wrong += [] if run_check(name, findings, note) else [name]
         if is_lost():
             sys.exit(f"{name} took the device with it")
         free_memory()

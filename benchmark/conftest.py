@@ -1,7 +1,7 @@
-"""Contests under pytest-benchmark: a test is what one contestant did in one case.
+"""Comparisons under pytest-benchmark: a test is what one contestant did in one case.
 
-The timer that pytest-benchmark reads stands still but for the time that a contest's rounds took on the device. Rows go
-into a file as they come, since a device that is lost, or a process that dies, takes with it what is only in memory.
+The timer that pytest-benchmark reads stands still but for the time that a comparison's rounds took on the device. Rows
+go into a file as they come, since a device that is lost, or a process that dies, takes with it what is only in memory.
 """
 
 import os
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.contest import Contest, expected_seconds
-from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory, spread
+import torch
+from benchmark.comparison import Comparison, expected_seconds
+from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory, name, spread
 from benchmark.results import RESULTS
 from benchmark.rows import append, read
 from benchmark.shapes import FEWER, LENGTHS, SHAPES, Case, cases
-from benchmark.subject import Entry, Subject
+from benchmark.subject import Outcome, Subject
 
 Record = Callable[[dict[str, Any], list[float]], None]
 
@@ -35,7 +36,7 @@ class Clock:
 
 
 CLOCK = Clock()
-CONTESTS = pytest.StashKey[dict[tuple[str, Case], dict[str, Entry]]]()
+COMPARISONS = pytest.StashKey[dict[tuple[str, Case], dict[str, Outcome]]]()
 DEADLINE = pytest.StashKey[float]()
 MACHINE = pytest.StashKey[dict[str, Any]]()
 PACE = pytest.StashKey[dict[str, float]]()
@@ -54,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[CONTESTS], config.stash[PACE] = {}, {}
+    config.stash[COMPARISONS], config.stash[PACE] = {}, {}
     config.stash[DEADLINE] = time.time() + config.getoption("--seconds")
     config.stash[WITHOUT] = set(config.getoption("--without"))
     limit_memory(config.getoption("--memory-limit"))
@@ -64,10 +65,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"case", "contestant"} <= set(metafunc.fixturenames) and hasattr(metafunc.module, "SUBJECT"):
         subject: Subject = metafunc.module.SUBJECT
         metafunc.parametrize("case", cases(metafunc.config.getoption("--size"), subject.lengths), ids=str)
-        metafunc.parametrize("contestant", chosen(metafunc.config, subject.contestants))
+        metafunc.parametrize("contestant", contestants_at_size(metafunc.config, subject.contestants))
 
 
-def chosen(config: pytest.Config, contestants: Iterable[str]) -> list[str]:
+def contestants_at_size(config: pytest.Config, contestants: Iterable[str]) -> list[str]:
     """Those that take part at this size, see `shapes.FEWER`."""
     fewer = FEWER.get(config.getoption("--size"))
     return [name for name in contestants if fewer is None or name in fewer]
@@ -93,13 +94,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             write(session.config, session.config.stash[MACHINE] | {"commit": session.config.getoption("--commit")})
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    machine_info |= config.stash.get(MACHINE, {})
-
-
-def pytest_benchmark_group_stats() -> list[Any]:
-    """No tables of pytest-benchmark's own: benchmark.terminal makes them, of all subjects."""
-    return []
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    machine_info["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else name()
 
 
 def write(config: pytest.Config, line: dict[str, Any]) -> None:
@@ -108,7 +104,7 @@ def write(config: pytest.Config, line: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def record(request: pytest.FixtureRequest, benchmark: Any) -> Record:
+def record(request: pytest.FixtureRequest) -> Record:
     """Takes a row's values, and the seconds of each round: none where nothing was timed."""
 
     def recorded(row: dict[str, Any], seconds: list[float]) -> None:
@@ -116,27 +112,28 @@ def record(request: pytest.FixtureRequest, benchmark: Any) -> Record:
         row |= {f"both_{key}": value for key, value in spread(seconds).items()} if seconds else {}
         row = {key: value for key, value in row.items() if value is not None and value == value}  # no NaN in JSON
         write(request.config, {"id": request.node.nodeid, "row": row})
-        remaining = iter(seconds or [0.0])
-        benchmark.extra_info |= row
-        benchmark.pedantic(CLOCK.advance, setup=lambda: ((next(remaining),), {}), rounds=max(1, len(seconds)))
+        if seconds:
+            benchmark, remaining = request.getfixturevalue("benchmark"), iter(seconds)
+            benchmark.extra_info |= row
+            benchmark.pedantic(CLOCK.advance, setup=lambda: ((next(remaining),), {}), rounds=len(seconds))
 
     return recorded
 
 
-def row_of(subject: Subject, case: Case, contestant: str, entry: Entry) -> dict[str, Any]:
+def row_of(subject: Subject, case: Case, contestant: str, outcome: Outcome) -> dict[str, Any]:
     row = {"subject": subject.name, "shape": case.shape, "tokens": case.tokens, "contestant": contestant}
-    row |= {"status": entry.status, "why": entry.why, "error": entry.error}
+    row |= {"status": outcome.status, "why": outcome.why, "error": outcome.error}
     row["flops"] = subject.flops(SHAPES[case.shape], case.tokens)
-    if entry.forward:
-        row |= {"peak_bytes": entry.peak_bytes, "rounds": len(entry.forward)}
-        times = {"forward": entry.forward, "backward": entry.backward}
+    if outcome.forward:
+        row |= {"peak_bytes": outcome.peak_bytes, "rounds": len(outcome.forward)}
+        times = {"forward": outcome.forward, "backward": outcome.backward}
         row |= {f"{name}_{key}": value for name, found in times.items() for key, value in spread(found).items()}
     return row
 
 
 @pytest.fixture
-def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
-    """Holds the contest of a case when its first contestant asks for it; records what each did."""
+def compare(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
+    """Runs the comparison of a case when its first contestant asks for it; records what each did."""
     config = request.config
     terminal, capture = (config.pluginmanager.getplugin(name) for name in ("terminalreporter", "capturemanager"))
 
@@ -144,30 +141,30 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
         with capture.global_and_fixture_disabled():
             terminal.write_line(line)
 
-    def held(subject: Subject, case: Case) -> dict[str, Entry]:
-        found, pace = config.stash[CONTESTS], config.stash[PACE]
-        if (subject.name, case) not in found:
+    def outcomes_of(subject: Subject, case: Case) -> dict[str, Outcome]:
+        outcomes, pace = config.stash[COMPARISONS], config.stash[PACE]
+        if (subject.name, case) not in outcomes:
             seconds = expected_seconds(subject, case, config.getoption("--size"), pace.get(subject.name, 0))
             if time.time() + seconds > config.stash[DEADLINE]:
-                found[subject.name, case] = {name: Entry("no time left") for name in subject.contestants}
-                return found[subject.name, case]
-            left_out = subject.contestants.keys() - chosen(config, subject.contestants)
+                outcomes[subject.name, case] = {name: Outcome("no time left") for name in subject.contestants}
+                return outcomes[subject.name, case]
+            left_out = subject.contestants.keys() - contestants_at_size(config, subject.contestants)
             without = config.stash[WITHOUT] & subject.contestants.keys() | left_out
-            contest = Contest(subject, case, config.getoption("--size"), without, show)
-            entries = found[subject.name, case] = contest.run()
-            pace[subject.name] = contest.pace
-            if (killer := contest.killer) is not None:
-                test = request.node.nodeid.partition("[")[0]
-                write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, entries[killer])})
+            comparison = Comparison(subject, case, config.getoption("--size"), without, show)
+            outcomes[subject.name, case] = comparison.run()
+            pace[subject.name] = comparison.pace
+            if (killer := comparison.killer) is not None:
+                test, outcome = request.node.nodeid.partition("[")[0], outcomes[subject.name, case][killer]
+                write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, outcome)})
                 show(f"{killer} took the device with it")
                 os._exit(LOST)  # an orderly end would ask the device
-        return found[subject.name, case]
+        return outcomes[subject.name, case]
 
-    def competed(subject: Subject, case: Case, contestant: str) -> None:
-        entry = held(subject, case)[contestant]
-        both = [forward + backward for forward, backward in zip(entry.forward, entry.backward, strict=True)]
-        record(row_of(subject, case, contestant, entry), both)
+    def record_outcome(subject: Subject, case: Case, contestant: str) -> None:
+        outcome = outcomes_of(subject, case)[contestant]
+        both = [forward + backward for forward, backward in zip(outcome.forward, outcome.backward, strict=True)]
+        record(row_of(subject, case, contestant, outcome), both)
         ours = contestant.startswith("seqtile")
-        assert not ours or entry.status not in ("wrong", "failed"), f"{entry.status}: {entry.why}"
+        assert not ours or outcome.status not in ("wrong", "failed"), f"{outcome.status}: {outcome.why}"
 
-    return competed
+    return record_outcome

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from benchmark.checks import Findings, Found, file_given, run
+from benchmark.checks import Check, Findings, file_argument, run_checks
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
 from benchmark.errors import distance
 from benchmark.models import build, offloaded
@@ -80,7 +80,7 @@ def initial(shape: Shape, dtype: torch.dtype) -> PreTrainedModel:
     return build(shape, DTYPE, LAYERS).to(dtype)
 
 
-def trained(model: PreTrainedModel, inputs: dict[str, torch.Tensor], steps: int = STEPS) -> Trained:
+def train(model: PreTrainedModel, inputs: dict[str, torch.Tensor], steps: int = STEPS) -> Trained:
     """Peaks and times are of later steps: the first compares itself with the untiled model, and compiles."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
     losses, gradients, peak, seconds = [], {}, 0, 0.0
@@ -104,10 +104,12 @@ def trained(model: PreTrainedModel, inputs: dict[str, torch.Tensor], steps: int 
     return Trained(losses, gradients, peak, seconds)
 
 
-def in_turn(shape: Shape, inputs: dict[str, torch.Tensor], apply: Callable, dtype: torch.dtype, steps: int) -> Trained:
+def train_new(
+    shape: Shape, inputs: dict[str, torch.Tensor], apply: Callable, dtype: torch.dtype, steps: int
+) -> Trained:
     model = initial(shape, dtype)
     apply(model)
-    return trained(model, inputs, steps)
+    return train(model, inputs, steps)
 
 
 def planned(shape: Shape, tokens: int) -> int:
@@ -119,19 +121,21 @@ def planned(shape: Shape, tokens: int) -> int:
 def steps(shape: Shape, tokens: int) -> Findings:
     inputs = batch(shape, tokens)
     about = {"layers": LAYERS, "width": shape.hidden, "tokens": tokens, "dtype": str(DTYPE).removeprefix("torch.")}
-    theirs = in_turn(shape, inputs, enable_checkpointing, DTYPE, STEPS)
+    theirs = train_new(shape, inputs, enable_checkpointing, DTYPE, STEPS)
     yield figures("untiled", theirs)
     free_memory()
     model = initial(shape, DTYPE)
     tiled(model)
     try:
-        ours = trained(model, inputs)
+        ours = train(model, inputs)
     except Exception as error:  # by groups of heads, or tiled at all?
         yield {"what": "seqtile", "why": f"{type(error).__name__}: {error}"[:400]}
         traceback.clear_frames(error.__traceback__)  # which hold the model and what it keeps
         del model
         free_memory()
-        yield figures("seqtile, all heads at once", in_turn(shape, inputs, partial(tiled, groups=False), DTYPE, STEPS))
+        yield figures(
+            "seqtile, all heads at once", train_new(shape, inputs, partial(tiled, groups=False), DTYPE, STEPS)
+        )
         raise
     yield {"what": "first step", "found": outcome_of(model), **about}
     yield {"what": "status", "says": str(status(model)).splitlines()}
@@ -140,25 +144,25 @@ def steps(shape: Shape, tokens: int) -> Findings:
     free_memory()
     yield figures("seqtile", ours)
     yield {"what": "plan", "planned_bytes": planned(shape, tokens), "of": ours.peak}
-    yield Found("loss of step 1, from the untiled", abs(ours.losses[0] / theirs.losses[0] - 1), OF_LOSS)
+    yield Check("loss of step 1, from the untiled", abs(ours.losses[0] / theirs.losses[0] - 1), OF_LOSS)
     if theirs.losses[0] == theirs.losses[-1]:
         yield {"what": "the loss did not move"}
     try:
         with REPEATED:
-            truth = in_turn(shape, inputs, enable_checkpointing, TRUTH, STEPS)
+            truth = train_new(shape, inputs, enable_checkpointing, TRUTH, STEPS)
     except torch.OutOfMemoryError as error:
         yield {"what": "truth", "skipped": f"{TRUTH} is too large, so gradients are not judged: {error}"[:200]}
         return
-    yield Found("loss of step 1, from the truth", abs(ours.losses[0] / truth.losses[0] - 1), OF_LOSS)
+    yield Check("loss of step 1, from the truth", abs(ours.losses[0] / truth.losses[0] - 1), OF_LOSS)
     yield {"what": "truth", "losses": truth.losses}
-    yield largest(ours, truth, theirs)
+    yield worst_gradient(ours, truth, theirs)
 
 
 def figures(name: str, trained: Trained) -> dict[str, object]:
     return {"what": name, "losses": trained.losses, "peak_bytes": trained.peak, "seconds": trained.seconds}
 
 
-def largest(ours: Trained, truth: Trained, theirs: Trained) -> Found:
+def worst_gradient(ours: Trained, truth: Trained, theirs: Trained) -> Check:
     """The gradient of the first step that is furthest off, over what is allowed: twice what the untiled model is off in
     the same dtype."""
     found = []
@@ -168,14 +172,14 @@ def largest(ours: Trained, truth: Trained, theirs: Trained) -> Found:
         ratio = error / allowed
         found.append((ratio if ratio == ratio else math.inf, error, allowed, parameter))  # NaN is the worst
     _, error, allowed, parameter = max(found)
-    return Found(f"gradients of {len(found)} parameters, from the truth; worst: {parameter}", error, allowed)
+    return Check(f"gradients of {len(found)} parameters, from the truth; worst: {parameter}", error, allowed)
 
 
 def main() -> None:
     on_gpu = DEVICE == "cuda"
     shape = replace(SHAPES["llama3_8b" if on_gpu else "tiny"], layers=LAYERS)
-    file = file_given(__doc__)
-    run("few steps", {"steps": partial(steps, shape, 16 * K if on_gpu else 300)}, file)
+    file = file_argument(__doc__)
+    run_checks("few steps", {"steps": partial(steps, shape, 16 * K if on_gpu else 300)}, file)
 
 
 if __name__ == "__main__":

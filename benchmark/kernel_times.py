@@ -110,7 +110,7 @@ def parts_of_layer(tile: Tile) -> dict[str, Part]:
 
 
 def predicted(part: Part, rates: Rates) -> float:
-    """Milliseconds, as the ledger prices it."""
+    """Milliseconds, as `benchmark.predicted_times` counts it."""
     return 1e3 * rates.seconds(part.flops, part.bytes)
 
 
@@ -128,7 +128,7 @@ def runnable(parts: dict[str, Part]) -> dict[str, Part]:
     return found
 
 
-def measured(parts: dict[str, Part]) -> dict[str, dict[str, float]]:
+def measure(parts: dict[str, Part]) -> dict[str, dict[str, float]]:
     """Milliseconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     names = list(parts)
@@ -155,7 +155,7 @@ def main() -> None:
     print(f"{about}; milliseconds\n{'':28}{'median':>9}{'spread':>9}{'predicted':>11}{'ratio':>7}  rate", flush=True)
     for make, tokens in ((parts_of_loss, tile.tokens), (parts_of_mlp, tile.tokens), (parts_of_layer, tile.longer)):
         parts = runnable(make(tile))
-        for name, found in measured(parts).items():
+        for name, found in measure(parts).items():
             part, expected = parts[name], predicted(parts[name], rates)
             rate = f"{part.flops / found['ms'] / 1e9:.0f} TFLOP/s" if part.flops else ""
             rate = rate or f"{part.bytes / found['ms'] / 1e6:.0f} GB/s"

@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from benchmark.attention import Long, all_finite, backend, bytes_needed, computed, largest_outside, operands, truth
-from benchmark.checks import Findings, Found, run
-from benchmark.contest import WRONG
+from benchmark.attention import (
+    Long,
+    all_finite,
+    backend,
+    bytes_needed,
+    forward_and_backward,
+    in_float64,
+    largest_outside,
+    operands,
+)
+from benchmark.checks import Check, Findings, run_checks
+from benchmark.comparison import WRONG
 from benchmark.device import DEVICE, DTYPE, Watch
 from benchmark.errors import distance
 from benchmark.shapes import K
@@ -48,7 +57,7 @@ def attention(name: str, sequence: Sequence, flash: bool) -> Findings:
         yield {"what": f"{what}: begins", "sdpa": chosen}  # all that is left if it takes the process with it
         watch = Watch()
         watch.mark()
-        out = computed(long)
+        out = forward_and_backward(long)
     watch.mark()
     about = {"sdpa": chosen, "cudnn": str(torch.backends.cudnn.version()), "seconds": round(watch.seconds()[0], 3)}
     peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
@@ -56,10 +65,10 @@ def attention(name: str, sequence: Sequence, flash: bool) -> Findings:
     what = f"{what}, {chosen}"
     found = {"output": out, "gradient of q": long.q.grad, "of k": long.k.grad, "of v": long.v.grad}
     wrong = [each for each, tensor in found.items() if not all_finite(tensor)]
-    yield Found(f"{what}: not finite ({', '.join(wrong) or 'none'})", len(wrong), 0)
-    yield Found(f"{what}: gradient of q where there is none upstream", largest_outside(long, long.q.grad), 0)
+    yield Check(f"{what}: not finite ({', '.join(wrong) or 'none'})", len(wrong), 0)
+    yield Check(f"{what}: gradient of q where there is none upstream", largest_outside(long, long.q.grad), 0)
     for name, error in errors(long, out).items():
-        yield Found(f"{what}: {name}", error, WRONG[DTYPE])
+        yield Check(f"{what}: {name}", error, WRONG[DTYPE])
 
 
 def errors(long: Long, out: torch.Tensor) -> dict[str, float]:
@@ -68,7 +77,7 @@ def errors(long: Long, out: torch.Tensor) -> dict[str, float]:
     group = long.q.shape[2] // long.k.shape[2]
     for kv_head in range(long.k.shape[2]):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        rows, d_rows, d_k, d_v = truth(long, kv_head)
+        rows, d_rows, d_k, d_v = in_float64(long, kv_head)
         pairs = {
             "gradient of k": [(long.k.grad[0, :, kv_head], d_k)],
             "gradient of v": [(long.v.grad[0, :, kv_head], d_v)],
@@ -88,7 +97,7 @@ def main() -> None:
     parser.add_argument("--flash", action="store_true")
     given = parser.parse_args()
     sequence = (CASES if DEVICE == "cuda" else TINY)[given.case]
-    run("long attention", {given.case: partial(attention, given.case, sequence, given.flash)}, given.file)
+    run_checks("long attention", {given.case: partial(attention, given.case, sequence, given.flash)}, given.file)
 
 
 if __name__ == "__main__":

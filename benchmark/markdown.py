@@ -9,7 +9,12 @@ def rewritten(text: str, name: str, block: str) -> str:
     return f"{before}{begin}\n{block}\n\n{end}{after}"
 
 
-def table(rows: list[list[str]], words: int = 1) -> str:
-    """Markdown; the first row is the header, the first columns are words and the others figures."""
+def table(rows: list[list[str]], words: int = 1, aligned: bool = False) -> str:
+    """Markdown; the first row is the header, the first columns are words and the others figures. `aligned`: with
+    spaces, for a terminal."""
     rows = [rows[0], ["---"] * words + ["---:"] * (len(rows[0]) - words), *rows[1:]]
+    if aligned:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        ways = "<" * words + ">" * (len(widths) - words)
+        rows = [[f"{cell:{way}{width}}" for cell, way, width in zip(row, ways, widths, strict=True)] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

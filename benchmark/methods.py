@@ -1,8 +1,8 @@
-"""The methods of the ladder: what is applied to a model, and whether it is still right then.
+"""The methods whose longest sequences are compared: what each applies to a model, and whether that is still right.
 
 Weights and gradients are on the GPU; of the methods that end with `weights` they are in host memory, as in the recipes
-of Arctic Long Sequence Training for one GPU, see `Missing`. The methods that end with `lora` train adapters of a frozen
-model, as the lines of README's picture.
+of Arctic Long Sequence Training for one GPU, see `LeftOutLayers`. The methods that end with `lora` train adapters of a
+frozen model, as the lines of README's picture.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from benchmark.bench_gated_mlp import deepspeed_tiled_forward
-from benchmark.contest import worst_error
+from benchmark.comparison import worst_error
 from benchmark.device import DEVICE, DTYPE
 from benchmark.models import build, offloaded
 from benchmark.shapes import SMALL, Shape, short_chunks

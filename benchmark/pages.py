@@ -4,14 +4,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmark import loss_curves, plans, predicted_times, prediction, so_far
+from benchmark import loss_curves, plan_pages, predicted_times, readme, report
+from benchmark.gpu_day import CHECKS
 from benchmark.markdown import rewritten, table
-from benchmark.methods import METHODS
+from benchmark.pictures import TITLES
 from benchmark.results import RESULTS, Results, Row, load, newest
-from benchmark.shapes import SHAPES
-from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
-
-from seqtile import memory
 
 ROOT = Path(__file__).parent.parent
 PAGES = {  # the page of each block
@@ -21,22 +18,18 @@ PAGES = {  # the page of each block
     "ulysses": "docs/ulysses.md",
 }
 UNMEASURED = "Not yet measured on a GPU."
-TITLES = {
-    "linear_cross_entropy": "The loss",
-    "masked_prompt": "The loss, three of four tokens a prompt",
-    "linear_divergence": "A student's divergence from a frozen teacher",
-    "gated_mlp": "The MLP, checkpointed",
-    "decoder_layer": "A decoder layer, checkpointed",
-    "shared_tokens": "Two layers and their head, a prompt and eight completions",
-    "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",
-}
 SHAPE = "llama3_8b"
+OTHERS = ("cuDNN by itself",)
+"""Checks of what seqtile works around, which do not count as its own."""
+LONGEST = ("in host memory", "GiB there", "measured", "predicted", "its peak, GiB", "planned", "layers run", "tokens/s")
+LONGEST += ("utilisation",)
+ULYSSES = ("", "sent by a rank, a layer", "peak of a rank, MiB", "gradients", "relative error")
 
 
 def blocks(directory: Path = RESULTS) -> dict[str, str]:
     """Returns what the pages show of results."""
     spread = newest(directory, subject="ulysses")
-    found = {"so far": so_far.sentences(directory), "gpu": gpu(directory)}
+    found = {"so far": readme.paragraph(directory), "gpu": gpu(directory)}
     found["loss curves"] = loss_curves.block()
     return found | ({} if spread is None else {"ulysses": ulysses(load(spread))})
 
@@ -47,7 +40,7 @@ def gpu(directory: Path) -> str:
     for subject in (*TITLES, "model_step"):
         if (file := newest(directory, subject=subject, gpu=True)) is not None:
             files.setdefault(file, []).append(subject)
-    parts = so_far.checks(directory)
+    parts = checks(directory)
     for file, subjects in files.items():
         results = load(file)
         results.subjects = {name: results.subjects[name] for name in subjects}
@@ -57,11 +50,21 @@ def gpu(directory: Path) -> str:
 
 def write(root: Path = ROOT, directory: Path = RESULTS) -> None:
     """Writes the pages' blocks and README's picture below `root`."""
-    places = PAGES | plans.PAGES
-    for name, block in (blocks(directory) | plans.blocks(root, directory)).items():
+    places = PAGES | plan_pages.PAGES
+    for name, block in (blocks(directory) | plan_pages.blocks(root, directory)).items():
         page = root / places[name]
         page.write_text(rewritten(page.read_text(), name, block))
-    prediction.draw(root / prediction.PICTURE, directory)
+    readme.draw(root / readme.PICTURE, directory)
+
+
+def checks(directory: Path) -> list[str]:
+    """Returns paragraphs on each part that has been checked on a GPU."""
+    parts = []
+    for results, part, rows in readme.checks_of(directory, (*CHECKS, *OTHERS)):
+        name, commit = part.capitalize() if part in CHECKS else part, results.subjects[part].commit
+        parts.append(f"**{name}**: {report.count_of_right(rows)} ({results.device}, {results.date}, commit {commit}).")
+        parts += report.findings(rows)
+    return parts
 
 
 def measured_on_gpu(results: Results, file: Path) -> list[str]:
@@ -87,7 +90,7 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
             parts += [over_prediction(title, rows)] if any("predicted_ms" in row for row in rows) else []
             parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
     if rows := results.rows("model_step"):
-        parts += [ladder(rows), f"![The ladder]({_picture(file, 'ladder')})"]
+        parts += [longest_sequences(rows), f"![The longest sequences]({_picture(file, 'longest')})"]
     return parts
 
 
@@ -105,11 +108,11 @@ def over_liger(rows: list[Row]) -> str:
     """The ratio by which a tiled layer is judged."""
     title = "Time of a layer over Hugging Face's with Liger's kernels"
     ours = [row for row in rows if row["contestant"].startswith("seqtile")]
-    return by_length(title, ours, lambda row: figure(row.get("time_x_liger")))
+    return by_length(title, ours, lambda row: report.figure(row.get("time_x_liger")))
 
 
 def over_prediction(title: str, rows: list[Row]) -> str:
-    """Beside the ledger."""
+    """Measured times beside predicted ones."""
 
     def cell(row: Row) -> str:
         if "predicted_ms" not in row:
@@ -128,30 +131,11 @@ def by_length(title: str, rows: list[Row], cell: Callable[[Row], str] = cell_of)
     return table([header, *([name, *(cells.get((name, tokens), "") for tokens in lengths)] for name in contestants)])
 
 
-def ladder(rows: list[Row]) -> str:
+def longest_sequences(rows: list[Row]) -> str:
     first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
-    header = [f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB", "in host memory"]
-    header += [
-        "GiB there",
-        "measured",
-        "predicted",
-        "its peak, GiB",
-        "planned",
-        "layers run",
-        "tokens/s",
-        "utilisation",
-    ]
-    lines = [header]
-    for row in rows:
-        if not row.get("steps"):
-            lines.append([row["contestant"], "", "", row["status"], *[""] * 6])
-            continue
-        last = row["steps"][-1]
-        predicted = f"{row['predicted']:,}" if "predicted" in row else ""
-        peaks = ["", ""] if "why" in row else [f"{last['bytes'] / 2**30:.2f}", planned(row, last["tokens"])]
-        host = f"{row['host_bytes'] / 2**30:,.0f}" if "host_bytes" in row else ""
-        figures = [str(last["layers"]), f"{last['tokens_per_second']:,.0f}", f"{last['utilisation']:.0%}"]
-        lines.append([row["contestant"], in_host_memory(row), host, longest(row), predicted, *peaks, *figures])
+    title = f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB"
+    last = [report.longest_cells(row)[-1] for row in rows]
+    rows_of_page = [cells | {title: cells["method"]} for cells in last]
     about = (
         "Measured at that length on the layers that are named, with finite gradients of every parameter, and bytes for "
         "the others; `>`: time was up before memory was full. Predicted is the longest by `seqtile.memory`; planned is "
@@ -160,46 +144,27 @@ def ladder(rows: list[Row]) -> str:
         "copied while others are computed, and these copies are not made. tokens/s are those of all layers at the "
         "utilisation (the model's FLOPs over the rate of products); GiB there are what all layers would need."
     )
-    return f"{table(lines, words=2)}\n\n{about}"
-
-
-def planned(row: Row, tokens: int) -> str:
-    """GiB of the step that was measured, without what a plan reserves for CUDA; nothing for methods without a plan."""
-    setup = METHODS[row["contestant"]].setup if row["contestant"] in METHODS else None
-    if setup is None:
-        return ""
-    plan = memory.plan(SHAPES[row["shape"]], seq_len=tokens, zero_stage=0, optimizer="sgd", dtype="bfloat16", **setup)
-    return f"{(plan.gpu_bytes - plan.peak.parts['reserved']) / 2**30:.2f}"
+    return f"{report.table_of(rows_of_page, (title, *LONGEST), words=2, aligned=False)}\n\n{about}"
 
 
 def ulysses(results: Results) -> str:
     """What is sent and what is wrong; not times, which on one machine's cores say little."""
-    header = ["", "sent by a rank, a layer", "peak of a rank, MiB", "gradients", "relative error"]
-    lines = [header]
-    for row in results.rows("ulysses"):
-        if row["contestant"] == "huggingface" or "shape" not in row:
-            continue
-        name = f"{row['contestant']}, {row['shape'].partition(' ')[2]}"
-        if row["status"] not in ("measured", "wrong"):
-            lines.append([name, f"{row['status']}: {row.get('why', '')}".removesuffix(": "), "", "", ""])
-            continue
-        peak = f"{row['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in row else ""
-        wrong = " **wrong**" * (row["status"] == "wrong")
-        lines.append([name, sent(row, "layer").replace("\n", ", "), peak, f"x {row['scale']:.2f}"])
-        lines[-1].append(f"{row['error']:.0e}{wrong}")
-    first = next(row for row in results.rows("ulysses") if "shape" in row)
+    rows = [row for row in results.rows("ulysses") if "shape" in row]
+    cells = [report.ulysses_cells(row) for row in rows if row["contestant"] != "huggingface"]
+    first = rows[0]
     about = f"{first['shape'].partition(' ')[0]}, {first['tokens']:,} tokens, {first['group_size']} ranks"
     commit = results.subjects["ulysses"].commit
-    return f"{table(lines, words=2)}\n\nOf {about}: {results.device}, {results.date}, commit {commit}."
+    shown = report.table_of(cells, ULYSSES, words=2, aligned=False)
+    return f"{shown}\n\nOf {about}: {results.device}, {results.date}, commit {commit}."
 
 
 def main() -> None:
-    predicted_times.add_to(RESULTS)
+    predicted_times.add_to_files(RESULTS)
     write()
     file = newest(gpu=True) or newest()
     if file is None:
         sys.exit(f"the pages are up to date; no results in {RESULTS} yet: run make bench")
-    print_tables(load(file))
+    report.print_tables(load(file))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results as pictures: memory and time against length, and the ladder; told apart without colours."""
+"""Results as pictures: memory and time against length, and longest sequences; told apart without colours."""
 
 from itertools import cycle
 from pathlib import Path
@@ -13,25 +13,26 @@ from matplotlib.ticker import FuncFormatter
 
 STYLES = list(zip("osD^vX*Ph", cycle(["-", "--", ":", "-."]), strict=False))
 HATCHES = ["", "//", "\\\\", "xx", "..", "--", "++"]
-CONTESTS = (
-    "linear_cross_entropy",
-    "masked_prompt",
-    "linear_divergence",
-    "gated_mlp",
-    "decoder_layer",
-    "shared_tokens",
-    "offload",
-)
+TITLES = {
+    "linear_cross_entropy": "The loss",
+    "masked_prompt": "The loss, three of four tokens a prompt",
+    "linear_divergence": "A student's divergence from a frozen teacher",
+    "gated_mlp": "The MLP, checkpointed",
+    "decoder_layer": "A decoder layer, checkpointed",
+    "shared_tokens": "Two layers and their head, a prompt and eight completions",
+    "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",
+}
+"""Of subjects that are compared, as pages name them."""
 
 
 def draw(results: Results, file: Path) -> list[Path]:
     """PNG files beside the result file, of what it has; their paths."""
     drawn = []
-    for subject in CONTESTS:
+    for subject in TITLES:
         if rows := [row for row in results.rows(subject) if "both_ms" in row]:
             drawn.append(_against_length(results, subject, rows, file))
     if rows := [row for row in results.rows("model_step") if row.get("steps")]:
-        drawn.append(_ladder(results, rows, file))
+        drawn.append(_longest(results, rows, file))
     return drawn
 
 
@@ -63,7 +64,7 @@ def _length_axis(axes: Axes, label: str) -> None:
     axes.grid(which="both", color="0.9")
 
 
-def _ladder(results: Results, rows: list[Row], file: Path) -> Path:
+def _longest(results: Results, rows: list[Row], file: Path) -> Path:
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(rows)), layout="constrained")
     label: str | None = "predicted"
     for number, (row, hatch) in enumerate(zip(rows, cycle(HATCHES), strict=False)):
@@ -81,7 +82,7 @@ def _ladder(results: Results, rows: list[Row], file: Path) -> Path:
         axes.legend()
     limit = rows[0]["limit_bytes"] / 1e9
     axes.set_title(f"{rows[0]['shape']}, {limit:,.3g} GB: {results.device}, {results.date}")
-    return _saved(figure, file, "ladder")
+    return _saved(figure, file, "longest")
 
 
 def _saved(figure: pyplot.Figure, file: Path, name: str) -> Path:

@@ -25,7 +25,7 @@ def end_by_signals() -> None:
         signal.signal(each, interrupted)
 
 
-def ended(command: Sequence[str], seconds: float | None, patience: float = 0, **environment: str) -> int:
+def run_until(command: Sequence[str], seconds: float | None, patience: float = 0, **environment: str) -> int:
     """The exit status of a command, in this project's directory. After `seconds` it is interrupted, as by Ctrl-C, and
     after `patience` more it is killed; at once, if this process is interrupted itself. What it leaves is killed too."""
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, process_group=0)
@@ -34,14 +34,14 @@ def ended(command: Sequence[str], seconds: float | None, patience: float = 0, **
     except subprocess.TimeoutExpired:
         print(f"time is up after {seconds:.0f} s", flush=True)
         process.send_signal(signal.SIGINT)
-        return _waited(process, patience)
+        return _wait(process, patience)
     finally:
         with suppress(ProcessLookupError):  # none is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _waited(process: subprocess.Popen, patience: float) -> int:
+def _wait(process: subprocess.Popen, patience: float) -> int:
     try:
         return process.wait(patience)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The rates at which the ledger prices operations: about what an H200 reaches."""
+"""The rates at which `predicted_times` prices operations: about what an H200 reaches."""
 
 from typing import NamedTuple
 

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Subject:
+class SubjectResults:
     """What a run of one benchmark file found, with the two ceilings that it measured."""
 
     commit: str | None
@@ -28,7 +28,7 @@ class Results:
     size: str
     memory_limit_gb: float | None = None
     machine: dict[str, Any] = field(default_factory=dict)
-    subjects: dict[str, Subject] = field(default_factory=dict)
+    subjects: dict[str, SubjectResults] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -64,7 +64,7 @@ def _ratios(row: Row, rows: list[Row], tflops: float | None) -> Row:
 
 def load(file: Path) -> Results:
     found = json.loads(file.read_text())
-    found["subjects"] = {name: Subject(**subject) for name, subject in found["subjects"].items()}
+    found["subjects"] = {name: SubjectResults(**subject) for name, subject in found["subjects"].items()}
     return Results(**found)
 
 

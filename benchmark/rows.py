@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmark.results import Row, Subject
+from benchmark.results import Row, SubjectResults
 
 CEILINGS = ("matmul_tflops", "copy_gbs")
 
@@ -42,6 +42,8 @@ def begin(file: Path, commit: str | None, machine: Machine) -> None:
             append(file, {"id": test, "row": row})
 
 
-def subject_of(file: Path, seconds: float = 0.0) -> Subject:
+def subject_of(file: Path, seconds: float = 0.0) -> SubjectResults:
     machine, rows = read(file)
-    return Subject(machine.get("commit"), seconds, *(machine.get(name) for name in CEILINGS), rows=list(rows.values()))
+    return SubjectResults(
+        machine.get("commit"), seconds, *(machine.get(name) for name in CEILINGS), rows=list(rows.values())
+    )

@@ -18,8 +18,8 @@ from typing import Annotated
 
 import pytest
 import typer
-from benchmark import device, pictures, process, rows, terminal
-from benchmark.results import RESULTS, Results, Subject, load, save
+from benchmark import device, pictures, process, report, rows
+from benchmark.results import RESULTS, Results, SubjectResults, load, save
 from benchmark.rows import Machine
 from benchmark.shapes import UNHURRIED
 from rich.console import Console
@@ -39,18 +39,18 @@ SUBJECTS = {
     "ulysses": 1,
 }
 """How the time of a run is shared: what one subject leaves is there for the next ones."""
-OF_FIRST = ("linear_cross_entropy", "gated_mlp", "decoder_layer")
+FIRST = ("linear_cross_entropy", "gated_mlp", "decoder_layer")
 """The subjects of a first run."""
 MINUTES = {"smoke": math.inf, "small": math.inf, "cpu": 60.0, "first": 3.0, "quick": 9.5, "full": 29.0}
 STARTING = 10  # seconds that a process takes to start and to end
 PATIENCE = 60  # seconds beyond its own that one has to end
-OF_ULYSSES = 1200  # seconds: it needs several GPUs, and then takes its own
+ULYSSES_SECONDS = 1200  # seconds: it needs several GPUs, and then takes its own
 ALL = "(all)"  # the contestant of a row that says how a process ended
 
 console = Console()
 
 
-def failed(subject: Subject) -> bool:
+def failed(subject: SubjectResults) -> bool:
     return any(row["contestant"] == ALL for row in subject.rows)
 
 
@@ -66,14 +66,14 @@ def name_of(results: Results) -> str:
     return "-".join(parts)
 
 
-def measured(subject: str, results: Results, commit: str | None, until: float, file: Path) -> Subject:
+def measure(subject: str, results: Results, commit: str | None, until: float, file: Path) -> SubjectResults:
     """Runs a benchmark file, and again without a contestant that took the device with it. Rows come into `file`; those
     that are there are not measured again. Rows from before a process died are kept, and one more says how it died."""
     started = time.time()
     without: list[str] = []
     code = device.LOST
     while code == device.LOST and (not without or time.time() < until):
-        code = ran(subject, results, commit, until - time.time(), file, without)
+        code = run_pytest(subject, results, commit, until - time.time(), file, without)
         found = rows.subject_of(file, round(time.time() - started, 1))
         without += [found.rows[-1]["contestant"]] if code == device.LOST else []
     if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):  # none are left where all others are measured
@@ -82,24 +82,27 @@ def measured(subject: str, results: Results, commit: str | None, until: float, f
     return found
 
 
-def ran(subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]) -> int:
+def run_pytest(
+    subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]
+) -> int:
     """The exit status of pytest; what it prints is shown."""
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "timeout=0"]
+    command += ["--benchmark-quiet"]  # its tables are of one file, those of `report` of all
     command += [str(file_of(subject)), f"--size={results.size}", f"--seconds={seconds}", f"--rows={file}"]
     command += [f"--memory-limit={results.memory_limit_gb}"] if results.memory_limit_gb else []
     command += [f"--commit={commit}"] if commit else []
     command += [f"--deselect={test}" for test in rows.read(file)[1]] + [f"--without={name}" for name in without]
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"} | os.environ  # ALST, 3.3
-    return process.ended(command, None if seconds == math.inf else max(0, seconds) + PATIENCE, **environment)
+    return process.run_until(command, None if seconds == math.inf else max(0, seconds) + PATIENCE, **environment)
 
 
-def until(subject: str, left: list[str], end: float) -> float:
+def deadline_of(subject: str, left: list[str], end: float) -> float:
     """When this subject's share of what is left of the time is over."""
     now = time.time()
     if end == math.inf:
         return end
     if subject == "ulysses":
-        return now + OF_ULYSSES
+        return now + ULYSSES_SECONDS
     shared = end - now - STARTING * len(left)
     return now + shared * SUBJECTS[subject] / sum(SUBJECTS[name] for name in left)
 
@@ -123,7 +126,7 @@ def main(
     size = size or ("full" if device.DEVICE == "cuda" else "cpu")
     if size not in MINUTES:
         raise typer.BadParameter(f"size: expected one of {', '.join(MINUTES)}; got {size}")
-    known = list(OF_FIRST if size == "first" else SUBJECTS)
+    known = list(FIRST if size == "first" else SUBJECTS)
     wanted = subjects.replace(",", " ").split() or known
     if unknown := set(wanted).difference(known):
         raise typer.BadParameter(f"subjects: expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
@@ -144,7 +147,7 @@ def main(
         console.rule(f"{number} of {len(wanted)}: {subject}")
         lines = file.with_name(f"{file.stem}-{subject}.jsonl")
         rows.begin(lines, now, machine)
-        found = measured(subject, results, now, until(subject, wanted[number - 1 :], end), lines)
+        found = measure(subject, results, now, deadline_of(subject, wanted[number - 1 :], end), lines)
         machine = rows.read(lines)[0] or machine
         about = {name: each for name, each in machine.items() if name not in (*rows.CEILINGS, "commit")}
         results.machine = about or results.machine
@@ -152,7 +155,7 @@ def main(
         save(results, file)
         lines.unlink(missing_ok=True)
         failures += [subject] * failed(found)
-    terminal.print_tables(results)
+    report.print_tables(results)
     pictures.draw(results, file)
     tiny = "sizes were tiny: their figures say nothing"
     console.print(tiny if size in UNHURRIED else f"in {file}, with pictures beside it")

@@ -2,7 +2,8 @@
 
     python -m benchmark.small_models   # the table in docs/how-it-works.md
 
-A step of a checkpointed layer in bfloat16, as `benchmark.ledger` predicts it: an H200's rates, no core of attention.
+A step of a checkpointed layer in bfloat16, as `benchmark.predicted_times` predicts it: an H200's rates, no core of
+attention.
 """
 
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from functools import partial
 
 import torch
 from benchmark import bench_decoder_layer
-from benchmark.ledger import LAYERS, checkpointed_layer, predicted
 from benchmark.markdown import table
+from benchmark.predicted_times import LAYERS, checkpointed_layer, predict
 from benchmark.shapes import K
 
 from seqtile.memory import KNOWN
@@ -43,7 +44,7 @@ def ratios(shape: Shape) -> Iterator[str]:
     for length in PREDICTED:
         operands = partial(bench_decoder_layer.SUBJECT.operands, shape, length, torch.bfloat16)
         untiled, *ours = (
-            predicted(operands, partial(checkpointed_layer, LAYERS[way])).seconds() for way in ("huggingface", *WAYS)
+            predict(operands, partial(checkpointed_layer, LAYERS[way])).seconds() for way in ("huggingface", *WAYS)
         )
         yield " / ".join(f"{seconds / untiled:.2f}" for seconds in ours)
 

@@ -78,7 +78,7 @@ class Subject:
 
 
 @dataclass
-class Entry:
+class Outcome:
     """What a contestant did in a case. `status`: measured, absent, wrong, failed, out of memory, no time left, lost."""
 
     status: str = "measured"
@@ -91,6 +91,6 @@ class Entry:
     """Seconds, of each round."""
     backward: list[float] = field(default_factory=list)
 
-    def lose(self, status: str, why: object = "") -> None:
+    def fail(self, status: str, why: object = "") -> None:
         self.status, self.why = status, str(why).strip()[:400]
         self.forward, self.backward = [], []

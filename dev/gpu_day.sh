@@ -46,7 +46,7 @@ trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="src:test:.:$site" PYTHONUNBUFFERED=1
 [[ ${SIZE:-} == tiny ]] && export OMP_NUM_THREADS=1 # other processes may hold the cores
 if [[ $call == next ]]; then
-  call=$("$python" -m benchmark.day next) || exit
+  call=$("$python" -m benchmark.gpu_day next) || exit
 fi
 mkdir -p "$out/results"
 if head=$(git rev-parse --short HEAD 2>/dev/null); then
@@ -93,8 +93,8 @@ bench() { # SIZE SECONDS SUBJECTS [OPTION...]: and forty more, in which it is en
 left() { echo $((end - SECONDS)); }
 
 call_right() {
-  SHOW=40 step probe 100 "$python" -m benchmark.probe "$out/found.jsonl"
-  SHOW=60 step canary 90 "$python" -m benchmark.canary "$out/found.jsonl"
+  SHOW=40 step machine 100 "$python" -m benchmark.describe_machine "$out/found.jsonl"
+  SHOW=60 step kernels 90 "$python" -m benchmark.kernel_checks "$out/found.jsonl"
   SHOW=20 step "few steps" 100 "$python" -m benchmark.few_steps "$out/found.jsonl"
   # each in a process of its own: an illegal access takes the process with it
   SHOW=10 step "attention, all heads" 100 "$python" -m benchmark.long_attention all-heads "$out/found.jsonl"
@@ -111,7 +111,7 @@ call_right() {
 }
 
 call_fast() {
-  SHOW=40 step probe 100 "$python" -m benchmark.probe "$out/found.jsonl"
+  SHOW=40 step machine 100 "$python" -m benchmark.describe_machine "$out/found.jsonl"
   bench first $(($(left) - 130)) "linear_cross_entropy gated_mlp decoder_layer"
   SHOW=20 step "kernel times" 75 "$python" -m benchmark.kernel_times "$out/found.jsonl"
 }
@@ -136,9 +136,9 @@ if [[ -f $call ]]; then
   source "$call"
 else
   "call_$call"
-  "$python" -m benchmark.day collect "$call" "$out" --commit "${COMMIT:-unknown}" 2>&1 | tee -a "$out/summary.txt"
+  "$python" -m benchmark.gpu_day collect "$call" "$out" --commit "${COMMIT:-unknown}" 2>&1 | tee -a "$out/summary.txt"
 fi
-"$python" -m benchmark.summary "$out/results" 2>&1 | tee -a "$out/summary.txt"
+"$python" -m benchmark.report "$out/results" 2>&1 | tee -a "$out/summary.txt"
 shopt -s nullglob
 pictures=("$out"/results/*.png "$out"/results/*.gz)
 if ((${#pictures[@]})); then

@@ -13,9 +13,9 @@ import sys
 import time
 
 from benchmark.device import unusable_gpu
-from benchmark.process import end_by_signals, ended
+from benchmark.process import end_by_signals, run_until
 
-ROOMS = ("kernels", "ops", "modules", "models", "proof", "sp", "offload", "memory")
+FOLDERS = ("kernels", "ops", "modules", "models", "proof", "sp", "offload", "memory")
 SECONDS = 300.0
 OF_ALONE = 75.0  # of them, for the tests by themselves
 SHORT = 120.0  # all of less than that is for these: eight processes would do little but start
@@ -27,7 +27,7 @@ def options(marks: str, device: str) -> list[str]:
     """What pytest is asked for. A test that hangs ends its process, which pytest-xdist starts anew."""
     found = ["-v", "--tb=short", "--maxfail=25", "-p", "no:cacheprovider", f"--device={device}", "-m", marks]
     found += ["-o", "timeout=150", "-o", "timeout_method=thread"]
-    return found + [f"test/{room}" for room in ROOMS]
+    return found + [f"test/{folder}" for folder in FOLDERS]
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
         seconds = max(1.0, end - left - time.time())
         # In these hundreds of shapes cuDNN would build a plan for each, in each process; alone it computes as it will.
         without_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"} if marks == SIDE_BY_SIDE else {}
-        codes.append(ended([*command, *of_pytest], seconds, PATIENCE, **environment, **without_cudnn))
+        codes.append(run_until([*command, *of_pytest], seconds, PATIENCE, **environment, **without_cudnn))
     sys.exit(f"pytest ended with {codes}" if any(codes) else 0)
 
 

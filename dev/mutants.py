@@ -1,22 +1,15 @@
 """Makes small wrong changes to the package, one at a time, and tells whether the tests notice them.
 
-    .venv/bin/python dev/mutants.py [--only NAME ...] [--check] [--full] [--jobs N] [--json OUT] [--before JSON]
-                                    [--places] [--first-step N [--seed S]]
+    .venv/bin/python dev/mutants.py [--only NAME ...] [--places | --check] [--full] [--jobs N]
 
 The changes are in `mutants_list`, each with the tests that should notice it. A change is made in a copy of the source,
 never in the source itself. A mutant dies where a test fails or takes too long; a module that cannot be imported, or
 tests that cannot be collected, are an error of the list. Prints a table in Markdown; ends with 1 if a mutant survived,
 unless the list has the reason, or if anything else is wrong.
-
-To see that a change of the tests lost nothing: once before with `--json OUT`, once after with `--before OUT`.
-With `--first-step` no test is run: mutants are drawn until N of them change what a step of a small model computes, and
-the table says of each whether the first training step's comparison raises on these models, see mutants_first_step.py.
 """
 
 import argparse
-import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -27,7 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mutants_list import MUTANTS, Mutant
@@ -51,7 +44,7 @@ class Outcome:
 
 
 @contextmanager
-def copied(mutant: Mutant | None) -> Iterator[Path]:
+def changed_copy(mutant: Mutant | None) -> Iterator[Path]:
     """A folder with a copy of the source, changed if there is a mutant, that is what Python imports."""
     with tempfile.TemporaryDirectory(prefix="seqtile-mutant-") as folder:
         source = Path(folder) / "src"
@@ -85,15 +78,15 @@ def command(mutant: Mutant, report: Path, full: bool) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, "-o", "junit_family=xunit1", f"--junitxml={report}", *tests]
 
 
-def tested(mutant: Mutant, full: bool, change: bool = True) -> Outcome:
+def outcome_of(mutant: Mutant, full: bool, change: bool = True) -> Outcome:
     """What the mutant's tests say of it; without the `change` of the source as it is."""
     begun, outcome = time.monotonic(), Outcome(mutant.name, mutant.change(PACKAGE)[0], ERROR)
     try:
-        with copied(mutant if change else None) as folder:
+        with changed_copy(mutant if change else None) as folder:
             report = folder / "report.xml"
             variables = environment(folder / "src", mutant.interpreted)
             code = run(command(mutant, report, full), variables, SECONDS if change else 3 * SECONDS)
-            outcome = replace(outcome, **judged(code, report))
+            outcome = replace(outcome, **outcome_of_report(code, report))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         outcome = replace(outcome, reason=str(error))
     return replace(outcome, seconds=round(time.monotonic() - begun, 1))
@@ -112,7 +105,7 @@ def run(arguments: list[str], variables: dict[str, str], seconds: int) -> int | 
             raise
 
 
-def judged(code: int | None, report: Path) -> dict[str, str]:
+def outcome_of_report(code: int | None, report: Path) -> dict[str, str]:
     """Of an Outcome what pytest's exit status and report tell."""
     if code is None:
         return {"result": DIED, "reason": "by its time limit"}
@@ -133,24 +126,21 @@ def judged(code: int | None, report: Path) -> dict[str, str]:
     return {"result": DIED if honest else ERROR, "test": test, "reason": reason[0][:300]}
 
 
-def all_tested(mutants: Iterable[Mutant], jobs: int, full: bool, out: Path | None, change: bool) -> list[Outcome]:
-    """In the order of the mutants. What is known so far is told, and written to `out`, after each."""
+def outcomes_of(mutants: list[Mutant], jobs: int, full: bool, change: bool) -> list[Outcome]:
+    """Returns the outcomes in the order of the mutants; prints each as soon as it is known."""
     found: dict[str, Outcome] = {}
-    mutants = list(mutants)
     pool = ThreadPoolExecutor(jobs)
     try:
-        for future in as_completed([pool.submit(tested, mutant, full, change) for mutant in mutants]):
+        for future in as_completed([pool.submit(outcome_of, mutant, full, change) for mutant in mutants]):
             outcome = future.result()
             found[outcome.name] = outcome
             print(f"{outcome.result:<8} {outcome.seconds:5.0f} s  {outcome.name}", file=sys.stderr, flush=True)
-            if out is not None:
-                out.write_text(json.dumps([asdict(each) for each in found.values()], indent=1))
     finally:
         pool.shutdown(cancel_futures=True)
     return [found[mutant.name] for mutant in mutants]
 
 
-def by_file(mutants: Iterable[Mutant]) -> list[Mutant]:
+def test_files_of(mutants: Iterable[Mutant]) -> list[Mutant]:
     """One for each file of tests, as it is asked for: what has to pass while nothing is changed."""
     kinds = {
         (test, mutant.select, mutant.interpreted, mutant.dist): mutant for mutant in mutants for test in mutant.tests
@@ -162,7 +152,7 @@ def by_file(mutants: Iterable[Mutant]) -> list[Mutant]:
     return found
 
 
-def chosen(only: list[str] | None) -> list[Mutant]:
+def selected(only: list[str] | None) -> list[Mutant]:
     """Those of which a part of the name is given; all if none is."""
     names = [mutant.name for mutant in MUTANTS]
     if len(set(names)) < len(names):
@@ -187,52 +177,6 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join([*lines, "", f"{len(outcomes)} mutants: {counts}; {sum(one.seconds for one in outcomes):.0f} s"])
 
 
-def lost(outcomes: list[Outcome], before: Path) -> list[str]:
-    """Those that died before and do not now."""
-    died = {one["name"] for one in json.loads(before.read_text()) if one["result"] == DIED}
-    return [one.name for one in outcomes if one.name in died and one.result != DIED]
-
-
-def judged_by_first_step(mutant: Mutant) -> list[tuple[str, str, str]]:
-    """Of each small model its name, what the mutant changes of a step, and what the comparison says."""
-    with copied(mutant) as folder:
-        ran = subprocess.run(
-            [sys.executable, "-m", "dev.mutants_first_step", *(["few"] if mutant.interpreted else [])],
-            cwd=ROOT,
-            env=environment(folder / "src", mutant.interpreted),
-            capture_output=True,
-            text=True,
-            timeout=3 * SECONDS,
-        )
-    if ran.returncode:
-        raise RuntimeError(f"{mutant.name}: {ran.stderr[-1000:]}")
-    return [tuple(json.loads(line)) for line in ran.stdout.splitlines()]
-
-
-def by_first_step(mutants: list[Mutant], number: int, seed: int, jobs: int) -> list[Outcome]:
-    """Draws mutants of kernels, ops and models until so many change a result. SURVIVED: on a model whose result it
-    changes the comparison says nothing."""
-    files = {each.name: each.change(PACKAGE)[0] for each in mutants}
-    drawn = [each for each in mutants if files[each.name].startswith(("kernels/", "ops/", "models/")) and not each.dist]
-    random.Random(seed).shuffle(drawn)
-    found: list[Outcome] = []
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        for mutant, rows in zip(drawn, pool.map(judged_by_first_step, drawn), strict=True):
-            changed = [(name, differs, said) for name, differs, said in rows if differs]
-            missed = [f"{name} ({differs})" for name, differs, said in changed if not said]
-            print(f"{len(changed):2d} changed, {len(missed)} missed  {mutant.name}", file=sys.stderr, flush=True)
-            if changed:
-                by = f"{len(changed) - len(missed)} of {len(changed)} models, such as {changed[0][0]}: {changed[0][1]}"
-                by += f"; missed: {', '.join(missed)}" if missed else ""
-                found.append(Outcome(mutant.name, files[mutant.name], SURVIVED if missed else DIED, by))
-            if len(found) == number:
-                break
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return found
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants that have one of these in their name")
@@ -240,35 +184,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--places", action="store_true", help="only see that what each changes is there, once")
     parser.add_argument("--full", action="store_true", help="run every case of the tests")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--json", type=Path, help="write the outcomes there")
-    parser.add_argument("--before", type=Path, help="outcomes of another run: name those that died then and not now")
-    parser.add_argument("--first-step", type=int, metavar="N", help="what the first step's check says of N of them")
-    parser.add_argument("--seed", type=int, default=0, help="of the lot by which these are drawn")
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
-    mutants = chosen(options.only)
+    mutants = selected(options.only)
     if options.places:
         return 0
-    if options.first_step:
-        outcomes = by_first_step(mutants, options.first_step, options.seed, options.jobs)
-        print(table(outcomes))
-        return int(any(one.result == SURVIVED for one in outcomes))
     if options.check:
-        outcomes = all_tested(by_file(mutants), options.jobs, options.full, options.json, change=False)
+        outcomes = outcomes_of(test_files_of(mutants), options.jobs, options.full, change=False)
         outcomes = [replace(one, result="passed" if one.result == SURVIVED else "FAILED") for one in outcomes]
         print("\n".join(f"{one.result} {one.seconds:5.0f} s  {one.name} {one.test} {one.reason}" for one in outcomes))
         return int(any(one.result != "passed" for one in outcomes))
-    outcomes = all_tested(mutants, options.jobs, options.full, options.json, change=True)
+    outcomes = outcomes_of(mutants, options.jobs, options.full, change=True)
     print(table(outcomes))
     excused = {mutant.name for mutant in mutants if mutant.note}
     wrong = [one for one in outcomes if one.result == ERROR or (one.result == SURVIVED and one.name not in excused)]
-    gone = lost(outcomes, options.before) if options.before else []
-    if gone:
-        print("\nDied before and not now:\n" + "\n".join(f"- {name}" for name in gone))
-    return int(bool(wrong or gone))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -43,17 +43,17 @@ def lines_of_code(text: str) -> int:
 
 
 def main() -> None:
-    folder = Path(next((given for given in sys.argv[1:] if not given.startswith("--")), SOURCE))
+    folder = Path(next((argument for argument in sys.argv[1:] if not argument.startswith("--")), SOURCE))
     files = {path.relative_to(folder): lines_of_code(path.read_text()) for path in sorted(folder.rglob("*.py"))}
-    rooms, counts = Counter(), Counter()
+    lines_in, counts = Counter(), Counter()
     for path, lines in files.items():
-        room = path.parts[0] if len(path.parts) > 1 else "top"
-        rooms[room] += lines
-        counts[room] += 1
+        name = path.parts[0] if len(path.parts) > 1 else "top"
+        lines_in[name] += lines
+        counts[name] += 1
         if "--files" in sys.argv:
             print(f"{lines:6}  {path}")
-    for room in rooms:
-        print(f"{rooms[room]:6} lines of code in {counts[room]:3} files  {room}")
+    for name in lines_in:
+        print(f"{lines_in[name]:6} lines of code in {counts[name]:3} files  {name}")
     print(f"{sum(files.values()):6} lines of code in {len(files):3} files")
 
 

@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("contestant", ["huggingface", *rank.CONTESTANTS])
 
 
-def tree(contestant: str, todo: list[Case]) -> tuple[dict[Case, Row], str]:
+def run_ranks(contestant: str, todo: list[Case]) -> tuple[dict[Case, Row], str]:
     """What the ranks of one process tree found, and what they wrote as they died, if they did."""
     if DEVICE == "cuda":
         torch.cuda.empty_cache()  # this process shares a GPU with one of the ranks
@@ -54,12 +54,12 @@ def tree(contestant: str, todo: list[Case]) -> tuple[dict[Case, Row], str]:
 
 
 @cache
-def measured(contestant: str, shape: str, tokens: int, heads: str | None) -> dict[Case, Row]:
+def measure(contestant: str, shape: str, tokens: int, heads: str | None) -> dict[Case, Row]:
     """Cases that one process can do. A tree that runs out of memory ends there; another goes on with the next case."""
     todo = [case for case in cases(shape) if case.tokens == tokens and heads in (None, case.heads)]
     rows: dict[Case, Row] = {}
     while todo:
-        found, error = tree(contestant, todo)
+        found, error = run_ranks(contestant, todo)
         rows |= found
         todo = [case for case in todo if case not in rows]
         assert not error or "OutOfMemoryError" in error, error[-6000:]
@@ -68,10 +68,10 @@ def measured(contestant: str, shape: str, tokens: int, heads: str | None) -> dic
     return rows
 
 
-def spread(contestant: str, case: Case) -> Row:
+def over_ranks(contestant: str, case: Case) -> Row:
     """What the ranks found: the slowest, the largest and the one that sends most."""
     heads = None if rank.CONTESTANTS[contestant].any_heads else case.heads
-    row = dict(measured(contestant, case.shape, case.tokens, heads)[case])
+    row = dict(measure(contestant, case.shape, case.tokens, heads)[case])
     if "refused" in row:
         return {"status": "absent", "why": row["refused"]}
     if "ranks" in row:
@@ -87,7 +87,7 @@ def spread(contestant: str, case: Case) -> Row:
     return row
 
 
-def alone(case: Case) -> Row:
+def in_one_process(case: Case) -> Row:
     """One process that has the whole sequence."""
     model, batch = rank.prepared(case, DTYPE)
     step = rank.step_of(model, lambda: model(**batch).loss)
@@ -103,7 +103,7 @@ def alone(case: Case) -> Row:
     return {"status": "measured", "error": 0.0, "peak_bytes": peak, "seconds": statistics.median(seconds)}
 
 
-def proved(case: Case, row: Row) -> None:
+def check_seqtile(case: Case, row: Row) -> None:
     """seqtile is right, and what was counted is what it must send: q and k, v of other ranks' heads, and back."""
     assert row["status"] == "measured", f"{row['status']}: {row.get('why')}"
     passes = 3 if case.checkpointed else 2  # forward, its recomputation, backward
@@ -123,11 +123,11 @@ def test_ulysses(record, request: pytest.FixtureRequest, contestant: str, case: 
         if contestant == "deepspeed":
             needs("deepspeed", gpu=False)
         if time.time() < request.config.stash[DEADLINE]:
-            row = alone(case) if contestant == "huggingface" else spread(contestant, case)
+            row = in_one_process(case) if contestant == "huggingface" else over_ranks(contestant, case)
     except Absent as absent:
         row = {"status": "absent", "why": str(absent)}
     info = {"subject": "ulysses", "contestant": contestant, "shape": str(case), "tokens": case.tokens}
     seconds = row.pop("seconds", None)
     record(info | row | {"group_size": RANKS}, [seconds] if seconds else [])
     if contestant == "seqtile" and row["status"] not in ("absent", "no time left", "out of memory"):
-        proved(case, row)
+        check_seqtile(case, row)

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 from benchmark.device import DEVICE
+from benchmark.models import build as build_model
+from benchmark.shapes import Shape as ModelShape
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 Batch = dict[str, torch.Tensor]
 
@@ -67,24 +68,13 @@ def build(shape: Shape, heads: str, dtype: torch.dtype) -> nn.Module:
     """A model of Hugging Face's, the same on every rank; its weights are large, so that attention is not uniform."""
     torch.manual_seed(0)
     q_heads, kv_heads = map(int, heads.split("/"))
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=q_heads,
-        num_key_value_heads=kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=max(shape.tokens),
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    dense = ModelShape(shape.hidden, shape.mlp, shape.layers, q_heads, kv_heads, shape.head_dim, shape.vocab)
+    model = build_model(dense, dtype, shape.layers)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    return model.to(DEVICE, dtype).train()
+    return model
 
 
 def batch_of(kind: str, tokens: int, vocab: int) -> Batch:

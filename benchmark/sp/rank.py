@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmark.device import DEVICE, DTYPE, peak_bytes
 from benchmark.errors import relative_error
 from benchmark.sp.cases import Batch, Case, batch_of, build, shape_of
-from benchmark.sp.wire import Wire
+from benchmark.sp.sent_bytes import SentBytes
 
 from seqtile.renamed import enable_checkpointing
 
@@ -170,13 +170,13 @@ def errors(contestant: Contestant, case: Case, truth: tuple[torch.Tensor, torch.
     return {"error": max(of_loss, of_gradients), "of_loss": of_loss, "of_gradients": of_gradients, "scale": scale}
 
 
-def wire(contestant: Contestant, case: Case) -> dict[str, dict[str, list[int]]]:
+def sent(contestant: Contestant, case: Case) -> dict[str, dict[str, list[int]]]:
     """[collectives, bytes sent] of this rank: `layer` for each layer, `step` for what comes once a step."""
     counted = []
     for layers in (1, 2):
         model, batch = prepared(case, DTYPE, layers=layers)
         shard = contestant.shard(model, batch)
-        with Wire() as count:
+        with SentBytes() as count:
             step_of(model, lambda model=model, shard=shard: contestant.loss(model, shard))()
         counted.append(count)
     one, two = counted
@@ -188,7 +188,7 @@ def wire(contestant: Contestant, case: Case) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def seconds(step: Callable[[], None]) -> float:
+def median_seconds(step: Callable[[], None]) -> float:
     """The median of some steps, each from a barrier on."""
     found = []
     for _ in range(ROUNDS):
@@ -201,15 +201,15 @@ def seconds(step: Callable[[], None]) -> float:
     return statistics.median(found)
 
 
-def measured(contestant: Contestant, case: Case) -> dict[str, Any]:
+def measure(contestant: Contestant, case: Case) -> dict[str, Any]:
     """Of this rank."""
-    sent = wire(contestant, case)
+    collectives = sent(contestant, case)
     model, batch = prepared(case, DTYPE)
     shard = contestant.shard(model, batch)
     step = step_of(model, lambda: contestant.loss(model, shard))
     dist.barrier()
     peak = peak_bytes(step)
-    return {"seconds": seconds(step), "peak_bytes": peak, "wire": sent}
+    return {"seconds": median_seconds(step), "peak_bytes": peak, "wire": collectives}
 
 
 def main(name: str, listed: str, file: str) -> None:
@@ -227,7 +227,7 @@ def main(name: str, listed: str, file: str) -> None:
         if contestant is not None:
             try:
                 row = errors(contestant, case, truths[case], small) | {"ranks": [None] * dist.get_world_size()}
-                dist.all_gather_object(row["ranks"], measured(contestant, case))
+                dist.all_gather_object(row["ranks"], measure(contestant, case))
             except ValueError as error:  # on all ranks alike
                 row = {"refused": str(error)}
         if dist.get_rank() == 0:

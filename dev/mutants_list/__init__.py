@@ -17,7 +17,7 @@ from mutants_list import (
 )
 from mutants_list.mutant import Mutant
 
-ROOMS = (
+MODULES = (
     kernels,
     ops,
     ops_layer,
@@ -32,6 +32,6 @@ ROOMS = (
     probe,
     recipes,
 )
-MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for module in MODULES for mutant in module.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

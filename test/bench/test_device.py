@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark import device, probe, process, run
+from benchmark import describe_machine, device, process, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GPU_TESTS = Path(__file__).parents[2] / "dev" / "gpu_tests.py"
@@ -65,7 +65,7 @@ def test_the_tests_on_a_gpu_that_torch_cannot_use(
     commands = []
     monkeypatch.setattr(sys, "argv", ["dev.gpu_tests", *["--device=cpu"] * of_cpu])
     monkeypatch.setattr(process, "end_by_signals", lambda: None)
-    monkeypatch.setattr(process, "ended", lambda command, *args, **environment: commands.append(command) or 0)
+    monkeypatch.setattr(process, "run_until", lambda command, *args, **environment: commands.append(command) or 0)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(GPU_TESTS), run_name="__main__")
     assert [("--device=cpu" in command) for command in commands] == [True, True] * of_cpu
@@ -97,6 +97,8 @@ def test_a_process_that_imports_torch_may_take_longer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "DEVICE", "cuda")
     monkeypatch.setattr(device.subprocess, "run", run)
     assert (
-        device.output("nvidia-smi") is None and device.name() == "unknown GPU" and probe.expandable_segments() == "no"
+        device.output("nvidia-smi") is None
+        and device.name() == "unknown GPU"
+        and describe_machine.expandable_segments() == "no"
     )
     assert limits == [30, 120, 120]

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmark import day
-from benchmark.results import Results, Subject, load, save
+from benchmark import gpu_day
+from benchmark.results import Results, SubjectResults, load, save
 
 SCRIPT = Path(__file__).parents[2] / "dev" / "gpu_day.sh"
 STEPS = """
@@ -24,7 +24,7 @@ step dies 60 bash -c 'echo dying; kill -SEGV $$'
 step memory 60 "$python" -c 'raise MemoryError("no room")'
 step leaves 60 bash -c 'sleep 30 & echo gone'
 step absent 60 there-is-no-such-command
-echo '{"part": "probe"}' >"$out/found.jsonl"
+echo '{"part": "machine"}' >"$out/found.jsonl"
 end=$SECONDS
 step late 60 bash -c 'echo never'
 touch "$out"/results/{a,b,c,d,e,f,g}.png
@@ -110,7 +110,7 @@ def test_what_is_refused(call: str, minutes: str, tmp_path: Path) -> None:
 
 def made_up(directory: Path, device: str, **rows: dict) -> None:
     """Writes results with one row of each subject; underscores stand for spaces in the names of checks."""
-    subjects = {name: Subject("abc", 1.0, None, None, [row]) for name, row in rows.items()}
+    subjects = {name: SubjectResults("abc", 1.0, None, None, [row]) for name, row in rows.items()}
     subjects = {name.replace("_", " ") if name in CHECKS else name: found for name, found in subjects.items()}
     save(
         Results(device, "2026-01-01", "made up", subjects=subjects),
@@ -125,41 +125,41 @@ CHECKED = {"what": "a", "error": "1.0", "allowed": 2.0, "right": True}
 def test_the_next_call(tmp_path: Path) -> None:
     """Figures count, also wrong ones, and what was skipped for a reason; failures and a CPU's figures do not."""
     timed, failed = {"both_ms": 1.0, "contestant": "a"}, {"what": "a", "right": False, "why": "it died"}
-    right = {"canary": CHECKED | {"right": False}, "few_steps": CHECKED}
-    fast = dict.fromkeys(day.CALLS["fast"], timed)
-    assert day.next_call(tmp_path) == "right"
+    right = {"kernels": CHECKED | {"right": False}, "few_steps": CHECKED}
+    fast = dict.fromkeys(gpu_day.CALLS["fast"], timed)
+    assert gpu_day.next_call(tmp_path) == "right"
     made_up(tmp_path, "CPU, 2 threads", **right, long_attention=CHECKED)
     made_up(tmp_path, "NVIDIA X", **right, long_attention=failed)
     made_up(tmp_path, "NVIDIA X", **fast)
-    assert day.next_call(tmp_path) == "right"
+    assert gpu_day.next_call(tmp_path) == "right"
     made_up(tmp_path, "NVIDIA X", long_attention={"what": "a", "skipped": "too small"})
-    assert day.next_call(tmp_path) == "long"
+    assert gpu_day.next_call(tmp_path) == "long"
     made_up(tmp_path, "NVIDIA X", model_step=timed | {"steps": []}, offload=timed)
-    assert day.next_call(tmp_path) == "long"
+    assert gpu_day.next_call(tmp_path) == "long"
 
 
 def test_what_a_call_found(tmp_path: Path) -> None:
     """One result file of the machine, the checks and the tests' last lines; a half-written line is left out."""
-    rows = [{"part": "probe", "device": "NVIDIA X"}, {"part": "host memory", "out_gbs": 50.0}]
-    rows += [{"part": "canary"} | CHECKED]
-    (tmp_path / "found.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"part": "can')
+    rows = [{"part": "machine", "device": "NVIDIA X"}, {"part": "host memory", "out_gbs": 50.0}]
+    rows += [{"part": "kernels"} | CHECKED]
+    (tmp_path / "found.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"part": "ker')
     (tmp_path / "log.txt").write_text("== alone\n=== 2 failed, 30 passed in 12.00s (0:00:12) ===\n")
-    day.collect("right", tmp_path, "abc+")
+    gpu_day.collect("right", tmp_path, "abc+")
     (file,) = (tmp_path / "results").iterdir()
     found = load(file)
     assert re.fullmatch(r"nvidia-x-\d{4}-\d\d-\d\d-right.json", file.name) and found.on_gpu
     assert found.machine == {"device": "NVIDIA X", "out_gbs": 50.0}
     assert {name: subject.rows for name, subject in found.subjects.items()} == {
-        "canary": [CHECKED],
+        "kernels": [CHECKED],
         "tests": [{"what": "tests", "says": "2 failed, 30 passed in 12.00s (0:00:12)"}],
     }
-    assert found.subjects["canary"].commit == "abc+"
+    assert found.subjects["kernels"].commit == "abc+"
 
 
 @pytest.mark.full(
-    "a minute each of processes that import everything; their checks run in test_canary, benchmarks in make bench-smoke"
+    "a minute each of processes that import everything; checks run in test_gpu_checks, benchmarks in make bench-smoke"
 )
-@pytest.mark.parametrize("call", day.CALLS)
+@pytest.mark.parametrize("call", gpu_day.CALLS)
 def test_a_rehearsal(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step of a call ends well without a GPU, at tiny size, and its subjects are in the results."""
     monkeypatch.setenv("SIZE", "tiny")
@@ -168,5 +168,5 @@ def test_a_rehearsal(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ends = [line for line in printed.splitlines() if re.match(r"[\w, ]+: (ended|time)", line)]
     assert process.returncode == 0 and len(ends) >= 1 and all(": ended well" in line for line in ends), printed
     subjects = {name for file in (out / "results").glob("*.json") for name in load(file).subjects}
-    assert subjects.issuperset(day.CALLS[call])
+    assert subjects.issuperset(gpu_day.CALLS[call])
     assert len([file for file in out.rglob("*") if file.is_file()]) <= 8

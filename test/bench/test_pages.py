@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from benchmark import pages, plans, predicted_times, prediction, so_far
-from benchmark.results import Results, Subject, load, save
+from benchmark import pages, plan_pages, predicted_times, readme
+from benchmark.results import Results, SubjectResults, load, save
 from benchmark.shapes import K
 
-SHOWN = sorted({*pages.PAGES.values(), *plans.PAGES.values(), prediction.PICTURE})
+SHOWN = sorted({*pages.PAGES.values(), *plan_pages.PAGES.values(), readme.PICTURE})
 WHERE = "MADE UP GPU"
 
 
@@ -28,7 +28,7 @@ def test_make_table_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_picture_tells_readmes_story() -> None:
     """Each line of the picture ends further right than the previous one."""
-    found = list(prediction.longest().values())
+    found = list(readme.longest().values())
     assert found == sorted(found)
 
 
@@ -42,22 +42,29 @@ def timed(contestant: str, ms: float, subject: str = "decoder_layer") -> dict:
     return about | times | {"flops": 1e12, "rounds": 3, "peak_bytes": 2**30}
 
 
-def climbed(label: str, tokens: int, gib: float = prediction.ROOM - 1) -> dict:
+def longest_row(label: str, tokens: int, gib: float = readme.ROOM - 1) -> dict:
     step = {"tokens": tokens, "layers": 2, "bytes": 60 * 2**30, "seconds": 1.0, "tokens_per_second": 1.0}
-    row = {"subject": "model_step", "contestant": prediction.MEASURED_BY[label], "status": "measured", "error": 1e-3}
+    row = {
+        "subject": "model_step",
+        "contestant": readme.MEASURED_BY[label],
+        "status": "measured",
+        "error": 1e-3,
+    }
     row |= {"steps": [step | {"utilisation": 0.5}], "ended_by": "memory", "failed_at": tokens + K, "both_ms": 1.0}
     return row | {"shape": "llama3_8b", "limit_bytes": int(gib * 2**30), "predicted": tokens}
 
 
 def made_up(directory: Path, name: str, size: str, **rows: list[dict]) -> Path:
     """Writes results that nobody measured."""
-    subjects = {part.replace("__", " "): Subject("abc", 1.0, 800.0, 4000.0, found) for part, found in rows.items()}
+    subjects = {
+        part.replace("__", " "): SubjectResults("abc", 1.0, 800.0, 4000.0, found) for part, found in rows.items()
+    }
     save(Results(WHERE, "2000-01-01", size, machine={}, subjects=subjects), directory / f"{name}.json")
     return directory / f"{name}.json"
 
 
 RIGHT = {
-    "canary": [check("one kernel"), {"what": "sdpa", "case": "a head group", "chooses": "CUDNN_ATTENTION"}],
+    "kernels": [check("one kernel"), {"what": "sdpa", "case": "a head group", "chooses": "CUDNN_ATTENTION"}],
     "few__steps": [check("gradients"), {"what": "plan", "planned_bytes": 11 * 2**30, "of": 12 * 2**30}],
     "long__attention": [check("output")],
 }
@@ -66,52 +73,54 @@ RIGHT = {
 def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
     """README's paragraph and the page of benchmarks; lengths and times stay predicted."""
     made_up(tmp_path, "right", "right", **RIGHT)
-    said = " ".join(so_far.sentences(tmp_path).split())
+    said = " ".join(readme.paragraph(tmp_path).split())
     assert said == (
         "**On an MADE UP GPU** (2000-01-01, commit abc) all 3 [checks](docs/benchmarks.md) are "
         "right; a step peaked at 12.0 GiB, planned 11.0. GPU times, lengths and memory below are predicted."
     )
     page = pages.gpu(tmp_path)
-    assert "**Canary**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
+    assert "**Kernels**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
     assert "- sdpa: case a head group, chooses CUDNN_ATTENTION" in page
-    assert "predicted, not measured" in prediction.caption(tmp_path) and not prediction.measured(tmp_path)[0]
-    made_up(tmp_path, "right", "right", **RIGHT | {"canary": [check("one kernel", False)]})
-    assert "**1 of 3 [checks](docs/benchmarks.md) are wrong**" in so_far.sentences(tmp_path)
+    assert "predicted, not measured" in readme.caption(tmp_path) and not readme.measured(tmp_path)[0]
+    made_up(tmp_path, "right", "right", **RIGHT | {"kernels": [check("one kernel", False)]})
+    assert "**1 of 3 [checks](docs/benchmarks.md) are wrong**" in readme.paragraph(tmp_path)
     assert "| one kernel | nan | 1.0e+00 |" in pages.gpu(tmp_path)
 
 
 def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
-    """The ledger's prediction, once, with the core of attention at the rate of products."""
+    """The prediction, once, with the core of attention at the rate of products."""
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
-    said = " ".join(so_far.sentences(tmp_path).split())
+    said = " ".join(readme.paragraph(tmp_path).split())
     assert "layer of 4K tokens takes 0.79 of Hugging Face's and 0.95 of Liger's time (MADE UP GPU, 2000-01-01)." in said
-    predicted_times.add_to(tmp_path)
+    predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
     core = 1e3 * 9 * 4096**2 * 4096 / 800e12
     assert found["liger"] is None and found["seqtile_layer"] == pytest.approx(found["huggingface"], rel=1e-3)
     assert 9 + core < found["huggingface"] < 13 + core
     assert f"| huggingface | 24.0 / {found['huggingface']:.1f} = " in pages.gpu(tmp_path)
-    assert not predicted_times.add(load(file))
+    assert not predicted_times.add_predictions(load(file))
 
 
 def test_measured_lengths_are_named_in_the_caption(tmp_path: Path) -> None:
     """Only of the picture's memory, and only lines that were measured. README stays short; every page is written."""
     results = tmp_path / "results"
-    made_up(results, "other", "quick", model_step=[climbed("Hugging Face", 5 * K, gib=130)])
-    assert "predicted, not measured" in prediction.caption(results)
+    made_up(results, "other", "quick", model_step=[longest_row("Hugging Face", 5 * K, gib=130)])
+    assert "predicted, not measured" in readme.caption(results)
     made_up(results, "right", "right", **RIGHT)
     made_up(results, "fast", "first", decoder_layer=[timed("liger", 20.0), timed("seqtile_layer", 19.0)])
-    made_up(results, "long", "quick", model_step=[climbed("Hugging Face", 27 * K), climbed("and offload", 800 * K)])
-    said = " ".join(prediction.caption(results).split())
+    made_up(
+        results, "long", "quick", model_step=[longest_row("Hugging Face", 27 * K), longest_row("and offload", 800 * K)]
+    )
+    said = " ".join(readme.caption(results).split())
     assert "tokens, predicted (in brackets: measured, MADE UP GPU, 2000-01-01, commit abc): Llama" in said
     assert "Hugging Face: 27,970 (27,648); Liger" in said and "(819,200). [How it was" in said
     assert "seqtile: 106,418; with" in said
-    every = [climbed(label, tokens) for label, tokens in prediction.longest().items()]
+    every = [longest_row(label, tokens) for label, tokens in readme.longest().items()]
     made_up(results, "long", "quick", model_step=every)
     copied(tmp_path)
     pages.write(tmp_path, results)
-    readme = (tmp_path / "README.md").read_text()
-    assert "Nothing has run on a GPU" not in readme and "are predicted" not in readme and len(readme.encode()) < 8192
-    assert WHERE in (tmp_path / prediction.PICTURE).read_text()
+    text = (tmp_path / "README.md").read_text()
+    assert "Nothing has run on a GPU" not in text and "are predicted" not in text and len(text.encode()) < 8192
+    assert WHERE in (tmp_path / readme.PICTURE).read_text()
     assert "| seqtile_head_groups_offload_lora |" in (tmp_path / "docs" / "benchmarks.md").read_text()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmark.process import KILLED, ROOT, ended
+from benchmark.process import KILLED, ROOT, run_until
 
 WORKS = "trap '{trap}' INT; sleep 30 & echo $! >{file}; wait"
 
@@ -44,20 +44,20 @@ def is_gone(pid: int) -> bool:
 
 
 def test_time_enough() -> None:
-    assert ended(bash("exit $CODE"), 600, CODE="7") == 7
+    assert run_until(bash("exit $CODE"), 600, CODE="7") == 7
 
 
 @pytest.mark.parametrize(("trap", "patience", "code"), [("exit 5", 600, 5), ("", 0.1, KILLED)])
 def test_time_that_is_up(tmp_path: Path, trap: str, patience: float, code: int) -> None:
     """A process that handles Ctrl-C ends by itself."""
-    assert ended(bash(WORKS.format(trap=trap, file=tmp_path / "pid")), 1, patience) == code
+    assert run_until(bash(WORKS.format(trap=trap, file=tmp_path / "pid")), 1, patience) == code
     assert is_gone(once_written(tmp_path / "pid"))
 
 
 def test_ended_itself(tmp_path: Path) -> None:
     """SIGTERM, sent twice, ends a run that ignores Ctrl-C."""
     works = bash(WORKS.format(trap="", file=tmp_path / "pid"))
-    outer = f"from benchmark.process import *; end_by_signals(); ended({works!r}, 600)"
+    outer = f"from benchmark.process import *; end_by_signals(); run_until({works!r}, 600)"
     ignored = ["bash", "-c", 'trap "" INT; exec "$@"', "-", sys.executable, "-c", outer]
     process = subprocess.Popen(ignored, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     started = once_written(tmp_path / "pid")

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark import pictures, rows, summary
+from benchmark import pictures, report, rows
 from benchmark.pages import blocks, measured_on_gpu
-from benchmark.results import Results, Subject, load, newest, save
+from benchmark.results import Results, SubjectResults, load, newest, save
 from benchmark.run import SUBJECTS, file_of, name_of
-from benchmark.terminal import print_tables
 from matplotlib import image
 
 K, ROOT = 1024, Path(__file__).parents[2]
@@ -32,6 +31,7 @@ STEPS = [
 ]
 METHOD = {"subject": "model_step", "shape": "llama3_8b", "status": "measured", "steps": STEPS, "tokens": 60 * K}
 METHOD |= {"limit_bytes": 80 * 10**9, "error": 1e-3, "ended_by": "memory", "both_ms": 9500.0}
+DTYPE = {"dtype": "float32"}
 ENDED = {"failed_at": 64 * K, "predicted": 62 * K}
 HOST = {"ended_by": "time", "host_bytes": 57 * 2**30, "in_host_memory": ["a", "b"]}
 ROWS = {
@@ -57,7 +57,7 @@ ROWS = {
 def results() -> Results:
     machine = {"device": "NVIDIA H200", "driver_version": "580.1", "versions": {"torch": "2.11", "quack": "absent"}}
     found = Results("NVIDIA H200", "2026-11-21", "quick", 80.0, machine)
-    found.subjects = {name: Subject("abc1234", 60.0, 800.0, 4300.0, rows) for name, rows in ROWS.items()}
+    found.subjects = {name: SubjectResults("abc1234", 60.0, 800.0, 4300.0, rows) for name, rows in ROWS.items()}
     return found
 
 
@@ -109,48 +109,69 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     """Shows a process that measured nothing, not even its ceilings; a wrong contestant's error; no ulysses on one
     GPU."""
     died = {"subject": "masked_prompt", "contestant": "(all)", "status": "failed", "why": "pytest ended with -11"}
-    results.subjects = {"masked_prompt": Subject(None, 1.0, None, None, [died])} | results.subjects
+    results.subjects = {"masked_prompt": SubjectResults(None, 1.0, None, None, [died])} | results.subjects
     results.subjects["model_step"].rows.insert(0, died | {"subject": "model_step"})
     results.subjects["gated_mlp"].rows[-1] = entry("cce", 64 * K, "wrong", why="", error=3.0)
     needs_two = entry("seqtile", 8 * K, "absent", "llama3_8b 32/8", group_size=1)
-    results.subjects["ulysses"] = Subject("abc1234", 1.0, 800.0, 4300.0, [needs_two])
+    results.subjects["ulysses"] = SubjectResults("abc1234", 1.0, 800.0, 4300.0, [needs_two])
     lines = lines_of(results)
     assert "| cce |  | wrong, error 3e+00 |" in lines
     assert all(
         part in "\n".join(lines)
         for part in ("commit None and abc1234; 800 TFLOP/s", "| Longest sequence, llama3_8b, 80 GB |")
     )
-    print_tables(results)
+    report.print_tables(results)
     save(results, tmp_path / "a.json")
     assert newest(tmp_path, subject="ulysses") is None and newest(tmp_path, gpu=True) is not None
 
 
-def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    """Short lines for a finished run, and for a subject and a method that did not finish."""
+def test_a_report_has_every_figure(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    """Every figure of a finished run, of a subject and a method that did not finish, and of checks."""
+    checks = [{"what": "a kernel", "error": "0.5", "allowed": 1.0, "right": True}]
+    checks += [{"what": "rotary", "error": "nan", "allowed": 0.25, "right": False}]
+    checks += [{"what": "norm", "right": False, "why": "no kernel"}, {"what": "tests", "says": "3 passed"}]
+    results.subjects["kernels"] = SubjectResults("abc1234", 0.0, None, None, checks)
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
     unfinished = {"status": "measured", "ended_by": "death", "steps": STEPS}
     (tmp_path / "model_step-liger.unfinished").write_text(json.dumps(unfinished))
-    monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])
-    summary.main()
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    report.main()
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    longest = "| huggingface | | 61,440 | 9.50 | | 61,440 | 65,536 | 63,488 | 64.00 |"
+    assert {line[: len(longest)] for line in lines if line.startswith("| huggingface | | 61,440")} == {longest}
     assert set(lines) >= {
-        "NVIDIA H200, 2026-11-21, quick",
-        "gated_mlp: 800 TFLOP/s, 60 s",
-        "gated_mlp llama3_8b 8,192 seqtile 20.00 ms +- 20.00 xfloor 2.00 xhf 0.50 xliger 0.80 2.00 GiB",
-        "gated_mlp llama3_8b 65,536 huggingface out of memory: CUDA out of memory",
-        "model_step llama3_8b 61,440 huggingface longest 61,440, predicted 63,488, 6,467 tokens/s, 50%",
-        "NVIDIA H100, not ended, found-gated_mlp",
-        "gated_mlp llama3_8b 8,192 liger 33.00 ms +- 33.00 xfloor 2.89 xliger 1.00 6.00 GiB",
-        "model_step 0 liger longest > 61,440, predicted -, 6,467 tokens/s, 50%",
+        "gated_mlp: NVIDIA H200, 2026-11-21, quick, commit abc1234",
+        "60 s; at most 800.0 TFLOP/s in products, 4,300 GB/s in copies",
+        f"| llama3_8b | 8,192 | seqtile |{' 20.00 |' * 4} 3 | | 2.00 | 0.50 | 0.80 | 0.80 | 2.000 | 0.25 | 0.33 | "
+        "0.33 | 1.0e-03 |",
+        f"| llama3_8b | 65,536 | huggingface |{' |' * 14} out of memory |",
+        "huggingface: out of memory, CUDA out of memory",
+        "memory was limited to 80 GB",
+        "1 of 3 checks are right",
+        "| rotary | nan | 2.5e-01 |",
+        "| norm | no kernel | |",
+        "- tests: says 3 passed",
+        "gated_mlp: NVIDIA H100, not ended, found-gated_mlp, commit None",
+        "model_step: ?, not ended, model_step-liger, commit None",
     }
+    assert [line for line in lines if line.startswith("| liger | | 61,440 | 9.50 | | > 61,440 |")]
+
+
+def test_a_planned_peak_is_that_of_the_step() -> None:
+    """Of the row's dtype and layers."""
+    step = METHOD | {"contestant": "huggingface"}
+    half, whole, short = (float(report.planned_peak(step | more, 8 * K)) for more in ({}, DTYPE, {"layers": 8}))
+    assert 1.6 * half < whole and short < 0.7 * half
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:
     """Pictures show the measured values, in greys."""
     found = pictures.draw(results, tmp_path / "found.json")
-    assert [path.name for path in found] == ["found-gated_mlp.png", "found-ladder.png"]
+    assert [path.name for path in found] == ["found-gated_mlp.png", "found-longest.png"]
     for path in found:
         pixels = image.imread(path)[..., :3]
         assert pixels.min() < 0.2 and pixels.max() == 1

@@ -110,6 +110,8 @@ def check_command(words: list[str]) -> None:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             for found in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
                 assert set(found.split(",")) <= extras.keys(), f"no extra {found}"
+        case ["python", "-m", "pytest", file, *_]:
+            assert (ROOT / file).exists(), f"no {file}"
         case ["python" | "python3", "-m", module, *_]:
             path = ROOT / Path(*module.split("."))
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"

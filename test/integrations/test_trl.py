@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark.ledger import Ledger, Prediction, without_data
+from benchmark.predicted_times import OperationCounter, Prediction, without_data
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -184,11 +184,11 @@ def test_beside_trls_own(dtype: torch.dtype, frozen: bool, monkeypatch: pytest.M
             hidden = torch.empty(tokens, size, dtype=dtype).requires_grad_()
             weight = torch.empty(vocab, size, dtype=dtype).requires_grad_(not frozen)
             target = torch.empty(tokens, dtype=torch.int64)
-            with Ledger() as ledger, LiveBytes() as memory:
+            with OperationCounter() as counter, LiveBytes() as memory:
                 arguments = (hidden, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs", "entropy", "is_top1"))
                 utils._ChunkedLogProbFunction.apply(*arguments)[0].sum().backward()
         summed_and_rounded = 0 if frozen else weight.numel() * {2: 4 + 2, 4: 4}[dtype.itemsize]
-        return Prediction(ledger.entries).seconds(), memory.peak - summed_and_rounded
+        return Prediction(counter.operations).seconds(), memory.peak - summed_and_rounded
 
     their_time, their_bytes = step()
     apply_seqtile_to_trl()

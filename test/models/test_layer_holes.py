@@ -7,9 +7,10 @@ import torch
 from peft import PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, Phi3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import seqtile
 from models.layered import (
@@ -312,3 +313,13 @@ def test_short_sequences_run_the_original_norms(arch: str) -> None:
         x = torch.randn(1, 101, 48, dtype=torch.bfloat16)
         theirs, truth = untiled.model.norm(x), untiled.model.norm.double()(x.double())
         assert_as_exact(tiled.model.norm(x), theirs, truth)
+
+
+def test_a_layer_whose_mlp_has_gate_and_up_in_one_projection() -> None:
+    model = build("llama")
+    config = Phi3Config(hidden_size=model.config.hidden_size, intermediate_size=model.config.intermediate_size)
+    for layer in model.model.layers:
+        layer.mlp = seqtile.tokenwise(Phi3MLP(config))
+    tiled = tiled_copy(model)
+    assert "one projection" in str(seqtile.status(tiled).layer.reason)
+    assert_same_step(tiled, model, whole(101))

@@ -59,7 +59,7 @@ def layer(x: torch.Tensor) -> torch.Tensor:
 OPS: dict[str, Callable] = {
     "gated_mlp": lambda x: seqtile.gated_mlp(x, torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)),
     "tiled": lambda x: seqtile.tiled(torch.sin, x),
-    "logit_chunks": lambda x: seqtile.linear_log_probs(x, torch.randn(9, 8), torch.arange(12) % 9),
+    "head.chunks": lambda x: seqtile.linear_log_probs(x, torch.randn(9, 8), torch.arange(12) % 9),
     "decoder_layer.post_attention": layer,
     "decoder_layer.attention": layer,
     "decoder_layer.qkv": layer,

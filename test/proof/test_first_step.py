@@ -100,7 +100,7 @@ def share_by_chunks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk writes its keys and values into the layer's dict, and reads those of the previous one."""
     monkeypatch.setattr(around_attention, "copy", SimpleNamespace(copy=lambda leaf: leaf))
     monkeypatch.setattr(around_attention, "tree_leaves", lambda tree: [])
-    monkeypatch.setattr(around_attention.ChunkArguments, "written", lambda self: {})
+    monkeypatch.setattr(around_attention.ChunkArguments, "written", lambda self, contents: {})
 
 
 class Wrong(NamedTuple):

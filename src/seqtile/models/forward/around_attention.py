@@ -244,7 +244,7 @@ class _LayerCall:
         self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments, cache: Any, is_llamas: bool
     ):
         self.layer, self.forward, self.axis, self.arguments = layer, forward, axis, arguments
-        self.projects_again = not is_llamas or bool(recorded_names())
+        self.is_llamas, self.projects_again = is_llamas, not is_llamas or bool(recorded_names())
         self.module: nn.Module | None = None
         self.cache = cache
 
@@ -274,7 +274,7 @@ class _LayerCall:
         except _Reached:
             return tuple(made)
         except RuntimeError as error:  # of an attention that computes all itself
-            if self.module is not None or isinstance(error, torch.OutOfMemoryError):
+            if self.module is not None or self.is_llamas or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
                 f"a {type(self.layer).__name__} that is given a chunk of its tokens fails before it asks for an "

@@ -68,18 +68,6 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         verdicts.kept, reason="seqtile looks at what the modules of a layer are"
     )
 
-    def fits(layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
-        tokens, mlp_size, dtype = hidden.shape[:-1].numel(), 0, autocast_dtype(hidden) or hidden.dtype
-        if torch.compiler.is_compiling():
-            is_whole = not is_sharded(layer)
-        else:
-            verdict = verdicts.kept(layer, dtype)
-            is_whole = not verdict.sharded
-            if nothing_is_kept and verdict.how == "chunked" and verdict.sparsity == 1:
-                mlp_size = verdict.mlp_size
-        chunk = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], 1, mlp_size, dtype.itemsize)
-        return is_whole and tokens <= chunk
-
     def tiled(records_attentions: bool, self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
         hidden = given.pop(names[0])
@@ -112,7 +100,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         checkpoints = _FORWARD_CHECKPOINTS and self.gradient_checkpointing and self.training
         if not names:  # a wrapper's, whose arguments are not known
             return original(self, *args, **kwargs)
-        whole = fits(self, args[0] if args else kwargs[names[0]], checkpoints or keeps_nothing())
+        whole = _fits(verdicts, options, self, args[0] if args else kwargs[names[0]], checkpoints or keeps_nothing())
         function = inner if whole else partial(tiled, records_attentions())
         if checkpoints and torch.is_grad_enabled() and type(self).forward is forward:
             if kwargs.get("use_cache") or cache_in(kwargs) is not None:
@@ -124,6 +112,20 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     if options.head_groups is not None:
         setattr(forward, CHOICE, lambda layer: choices.of(layer).how)
     return forward
+
+
+def _fits(verdicts: Verdicts, options: Options, layer: nn.Module, hidden: torch.Tensor, nothing_is_kept: bool) -> bool:
+    """Returns whether a layer runs untiled because `hidden` fits in a chunk."""
+    tokens, mlp_size, dtype = hidden.shape[:-1].numel(), 0, autocast_dtype(hidden) or hidden.dtype
+    if torch.compiler.is_compiling():
+        is_whole = not is_sharded(layer)
+    else:
+        verdict = verdicts.kept(layer, dtype)
+        is_whole = not verdict.sharded
+        if nothing_is_kept and verdict.how == "chunked" and verdict.sparsity == 1:
+            mlp_size = verdict.mlp_size
+    chunk = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], 1, mlp_size, dtype.itemsize)
+    return is_whole and tokens <= chunk
 
 
 def _check_not_checkpointed(layer: nn.Module) -> None:

@@ -323,6 +323,7 @@ def _chunked_losses(
 
     def losses(hidden: torch.Tensor) -> torch.Tensor:
         rows = rows_of_chunk(hidden, chunk_tokens)
-        return call_in_chunks(losses_of, logits.parts, hidden, targets.unsqueeze(-1), chunk_tokens=rows)
+        parts = InChunks(head=logits.head)  # of weights that are gathered by now
+        return call_in_chunks(losses_of, parts, hidden, targets.unsqueeze(-1), chunk_tokens=rows)
 
     return gathered(logits.head, losses, logits.hidden, inside_call=False)

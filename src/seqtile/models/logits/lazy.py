@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from seqtile.models.logits.late import AtForward, head_alone, in_rows
+from seqtile.models.logits.late import AtForward, gathers, head_alone, in_rows
 from seqtile.models.logits.recipe import RULES, LogitsRecipe, autocast_now
 from seqtile.models.read import leaves_of
-from seqtile.models.sharded import in_own_call
+from seqtile.models.sharded import in_own_call, is_sharded
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.graph import gradients_of
 from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
@@ -40,14 +40,12 @@ def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "Lazy
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
     recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)
-
-    def of_hidden(hidden: torch.Tensor) -> LazyLogits:
-        given = recipe.changed(at_forward=AtForward(recipe), cross_entropy=None)
-        return _Edge.apply(given, hidden, *leaves) if recorded else LazyLogits(given)
-
-    if hidden is None and recorded:
-        return in_own_call(recipe.head, of_hidden, recipe.hidden)
-    return of_hidden(hidden)
+    if hidden is None and recorded and (gathers(recipe.head) or is_sharded(recipe.head)):
+        return in_own_call(recipe.head, lambda hidden: connected(recipe, hidden), recipe.hidden)
+    given = recipe.changed(at_forward=AtForward(recipe), cross_entropy=None)
+    if not recorded:
+        return LazyLogits(given)
+    return _Edge.apply(given, recipe.hidden if hidden is None else hidden, *leaves)
 
 
 @torch.compiler.disable(reason="logits that are not computed cannot be traced")

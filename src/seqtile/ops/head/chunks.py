@@ -1,5 +1,4 @@
-"""The loop over chunks of logits, for one or several heads over the same tokens, and its autograd Function. It computes
-values of every token that counts and, in the same pass, the gradients of heads and hidden states.
+"""The loop over chunks of logits, for one or several heads over the same tokens, and its autograd Function.
 
 For a chunk of C tokens and each head: logits = hidden W'. The row function computes values from them and overwrites
 them with their gradients. Then d_W += d_logits' hidden and d_hidden = d_logits W. Each head costs three matrix
@@ -34,12 +33,9 @@ _FEW_ROWS, _WORDS = 16, 1024
 
 
 class Head(NamedTuple):
-    hidden: torch.Tensor
-    """[..., D]; [T, D] during the computation."""
-    weight: torch.Tensor
-    """[V, D]"""
-    bias: torch.Tensor | None
-    """[V]"""
+    hidden: torch.Tensor  # [..., D]; [T, D] during the computation
+    weight: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None  # [V]
 
     @property
     def dtype(self) -> torch.dtype:

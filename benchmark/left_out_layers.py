@@ -12,8 +12,8 @@ def held(size: float) -> torch.Tensor:
     return torch.empty(int(size), dtype=torch.uint8, device=DEVICE)
 
 
-class Missing:
-    """Holds the bytes that the missing layers would, when they would: their weights always; in the forward, where they
+class LeftOutLayers:
+    """Holds the bytes that the layers left out would, when they would: their weights always; in the forward, where they
     are not offloaded, their checkpointed inputs; and, from where the backward reaches the first layer, their gradients.
 
     They stand between the first layer and what is above it. At the loss, and in the backward of the last layer, all
@@ -38,16 +38,16 @@ class Missing:
         layers = model.model.layers
         inputs, weights = "activations" not in offload, "weights" not in offload
         assert len(layers) > inputs and (weights or not inputs)
-        missing = (shape.layers if weights else max(2, len(layers))) - len(layers)
+        left_out = (shape.layers if weights else max(2, len(layers))) - len(layers)
         an_input, a_layer = (DTYPE.itemsize * size for size in (tokens * shape.hidden, shape.layer_parameters))
         trained = sum(each.nbytes for each in layers[0].parameters() if each.requires_grad)
         frozen = any(not each.requires_grad for each in layers[0].parameters())
         gradients = trained if frozen else a_layer
-        self.weights = held(missing * (a_layer + trained * frozen))
-        self._inputs = missing * an_input if inputs else 0
+        self.weights = held(left_out * (a_layer + trained * frozen))
+        self._inputs = left_out * an_input if inputs else 0
         early = max(0, an_input - gradients) if weights else an_input  # of the input that is back already
         early += an_input if frozen and len(layers) == 1 else 0
-        self._gradients = missing * gradients + (0 if inputs else early)
+        self._gradients = left_out * gradients + (0 if inputs else early)
         self._held: torch.Tensor | None = None
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._hold(self._inputs)),
@@ -66,7 +66,7 @@ class Missing:
         """Of a step: gradients are freed."""
         self._held = None
 
-    def __enter__(self) -> "Missing":
+    def __enter__(self) -> "LeftOutLayers":
         return self
 
     def __exit__(self, *exception: object) -> None:

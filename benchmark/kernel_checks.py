@@ -1,6 +1,6 @@
 """Each kernel once, at the size of a real tile, some of its rows against float64: the first thing to do on a GPU.
 
-    python3 -m benchmark.canary [FILE]
+    python3 -m benchmark.kernel_checks [FILE]
 
 Appends what each did to FILE, as lines of JSON. A kernel is right if it is at most twice as far
 from the truth as torch in the same dtype. Ends with 1 if anything is wrong. First it says which attention torch's sdpa
@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from benchmark.attention import backend
-from benchmark.checks import Findings, Found, file_given, judged, run
-from benchmark.contest import WRONG
+from benchmark.checks import Check, Findings, check_beside_torch, file_argument, run_checks
+from benchmark.comparison import WRONG
 from benchmark.device import DEVICE, DTYPE
 from benchmark.errors import FLOOR, distance, relative_error
 from benchmark.models import build, offloaded
@@ -46,9 +46,9 @@ def gradients(out: torch.Tensor, upstream: torch.Tensor, *leaves: torch.Tensor) 
     return torch.autograd.grad(out, leaves, upstream.to(out.dtype))
 
 
-def all_written(what: str, *tensors: torch.Tensor) -> Found:
+def all_written(what: str, *tensors: torch.Tensor) -> Check:
     """Everywhere, not in some rows alone."""
-    return Found(f"{what}: not finite", float(sum((~x.isfinite()).sum().item() for x in tensors)), 0)
+    return Check(f"{what}: not finite", float(sum((~x.isfinite()).sum().item() for x in tensors)), 0)
 
 
 def cross_entropy(tile: Tile) -> Findings:
@@ -63,8 +63,8 @@ def cross_entropy(tile: Tile) -> Findings:
         loss = F.cross_entropy(x, target[rows], reduction="none")
         by_torch.append((loss.detach(), gradients(loss, torch.ones_like(loss), x)[0]))
     (loss, gradient), truth = by_torch
-    yield judged("cross-entropy, loss", losses[rows], loss, truth[0])
-    yield judged("cross-entropy, gradient", logits[rows], gradient.to(DTYPE), truth[1])
+    yield check_beside_torch("cross-entropy, loss", losses[rows], loss, truth[0])
+    yield check_beside_torch("cross-entropy, gradient", logits[rows], gradient.to(DTYPE), truth[1])
     yield all_written("cross-entropy", losses, logits)
 
 
@@ -81,7 +81,7 @@ def gated_activation(tile: Tile) -> Findings:
         by_torch.append([out.detach(), *gradients(out, d, g, u), out.detach()])
     names = ("product", "gradient of gate", "gradient of up", "product again")
     for name, ours, same, truth in zip(names, (product, gate, up, d_product), *by_torch, strict=True):
-        yield judged(f"gated activation, {name}", ours[rows], same, truth)
+        yield check_beside_torch(f"gated activation, {name}", ours[rows], same, truth)
     yield all_written("gated activation", product, gate, up, d_product)
 
 
@@ -99,8 +99,8 @@ def norm(tile: Tile) -> Findings:
         by_torch.append([out.detach(), of_x + add, of_weight])
     rows = some_rows(tile.tokens)
     for name, ours, same, truth in zip(("y", "gradient of x"), (y, d_x), *(of[:2] for of in by_torch), strict=True):
-        yield judged(f"rms norm, {name}", ours[rows], same[rows], truth[rows])
-    yield judged("rms norm, gradient of the weight", d_weight, by_torch[0][2], by_torch[1][2])
+        yield check_beside_torch(f"rms norm, {name}", ours[rows], same[rows], truth[rows])
+    yield check_beside_torch("rms norm, gradient of the weight", d_weight, by_torch[0][2], by_torch[1][2])
     yield all_written("rms norm", y, d_x)
 
 
@@ -115,10 +115,10 @@ def rotary(tile: Tile) -> Findings:
         by_torch.append(x.to(dtype) * cos.to(dtype)[:, None] + turned * sin.to(dtype)[:, None])
     ours = rotary_(x.clone(), cos, sin)
     same_dtype, truth = by_torch
-    yield Found("rotary", distance(ours, truth), 2 * distance(same_dtype, truth) + FLOOR)
+    yield Check("rotary", distance(ours, truth), 2 * distance(same_dtype, truth) + FLOOR)
     back = rotary_(ours, cos, sin, backward=True)
     length = (cos[:, : width // 2].double() ** 2 + sin[:, : width // 2].double() ** 2).repeat(1, 2)[:, None]
-    yield Found("rotary, there and back", distance(back, x.double() * length), WRONG[DTYPE])
+    yield Check("rotary, there and back", distance(back, x.double() * length), WRONG[DTYPE])
 
 
 def weight_gradient(tile: Tile) -> Findings:
@@ -134,7 +134,7 @@ def weight_gradient(tile: Tile) -> Findings:
             left, right = tile.random(tile.tokens, out), tile.random(tile.tokens, into)
             grad.add(left, right)
             truth += left[:, rows].double().t() @ right.double()
-            yield Found(f"float32 sum, {name}, beta {beta}", relative_error(grad.buffer[rows], truth), OF_SUM)
+            yield Check(f"float32 sum, {name}, beta {beta}", relative_error(grad.buffer[rows], truth), OF_SUM)
         yield all_written(f"float32 sum, {name}", grad.buffer)
 
 
@@ -170,9 +170,9 @@ def offload(tile: Tile) -> Findings:
         )
     if DEVICE == "cuda":
         held = model._seqtile_offload.store.pool.total
-        yield Found("offload, host memory over two inputs", abs(held / (2 * x.nbytes) - 1), 0.05)
+        yield Check("offload, host memory over two inputs", abs(held / (2 * x.nbytes) - 1), 0.05)
     errors = [(ours.float() - there.float()).norm() / there.float().norm() for ours, there in zip(*found, strict=True)]
-    yield Found(
+    yield Check(
         "offload, a step", torch.stack(errors).max().item(), WRONG[DTYPE]
     )  # gigabytes, so not in float64 on the host
 
@@ -185,8 +185,8 @@ CHECKS: dict[str, Callable[[Tile], Findings]] = {
 
 def main() -> None:
     tile = tile_at_hand()
-    file = file_given(__doc__)
-    run("canary", {name: partial(check, tile) for name, check in CHECKS.items()}, file)
+    file = file_argument(__doc__)
+    run_checks("kernels", {name: partial(check, tile) for name, check in CHECKS.items()}, file)
 
 
 if __name__ == "__main__":

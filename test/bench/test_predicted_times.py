@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark import small_models
-from benchmark.ledger import Ledger, Prediction, predicted, step_of_completions, steps, without_data
+from benchmark.predicted_times import OperationCounter, Prediction, predict, step_of_completions, steps, without_data
 from benchmark.rates import H200, Rates
 from benchmark.shapes import SHAPES
 
@@ -25,18 +25,18 @@ ROWS = {
 def test_prices() -> None:
     """Prices computed by hand: a product costs its FLOP, a float32 sum half its traffic, a view nothing, all else its
     bytes."""
-    with without_data(), Ledger() as ledger:
+    with without_data(), OperationCounter() as counter:
         a, b = torch.empty(100, 30, dtype=torch.bfloat16), torch.empty(30, 20, dtype=torch.bfloat16)
         (a @ b).view(2000).t()
         torch.empty(100, 20).addmm_(a, b)
         a + a[:1].expand(100, 30)
         torch.empty(100, 30).copy_(a)
-    product, added, sum_, copied = ledger.entries
+    product, added, sum_, copied = counter.operations
     assert (product.flops, product.bytes) == (2 * 100 * 30 * 20, 0)
     assert (added.flops, added.bytes) == (2 * 100 * 30 * 20, 4 * 100 * 20)
     assert (sum_.flops, sum_.bytes) == (0, 2 * (2 * 100 * 30 + 30))
     assert (copied.flops, copied.bytes) == (0, (2 + 4) * 100 * 30)
-    found = Prediction(ledger.entries)
+    found = Prediction(counter.operations)
     rates = Rates(1e6, 1e5)
     assert found.floor(rates) == pytest.approx(2 * 0.12)
     assert found.seconds(rates) == pytest.approx(2 * 0.12 + (8000 + 12060 + 18000) / 1e5)
@@ -45,7 +45,7 @@ def test_prices() -> None:
 @pytest.mark.full("5 s of a page of predictions")
 def test_predictions_and_their_table() -> None:
     """The overhead over the products alone stays small, and docs/benchmarks.md shows the predictions."""
-    found = {name: predicted(*given) for name, *given in steps("first") if name in ROWS.values()}
+    found = {name: predict(*given) for name, *given in steps("first") if name in ROWS.values()}
     ratio = {key: found[name].seconds() / found[name].floor() for key, name in ROWS.items()}
     assert ratio["loss", "4,096"] <= 1.08
     assert ratio["loss", "131,072"] <= 1.075
@@ -65,12 +65,12 @@ def test_a_step_of_completions() -> None:
     batch = Batch(4, 700, 600, 1)
     apart, once = (step_of_completions(shares, batch, SHAPES["tiny"]) for shares in (False, True))
     layers = [
-        sum(each.flops for each in step.two.entries) - sum(each.flops for each in step.one.entries)
+        sum(each.flops for each in step.two.operations) - sum(each.flops for each in step.one.operations)
         for step in (apart, once)
     ]
     assert layers[0] * 1000 == layers[1] * 2800 > 0
     head = [
-        sum(each.flops for each in step.one.entries) - of_layer
+        sum(each.flops for each in step.one.operations) - of_layer
         for step, of_layer in zip((apart, once), layers, strict=True)
     ]
     assert head[0] == head[1] == 3 * 2 * 400 * 1000 * 64

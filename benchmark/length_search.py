@@ -52,7 +52,7 @@ class Step:
     tokens: int
     layers: int
     bytes: int
-    """At the peak, weights and what stands for missing layers included."""
+    """At the peak, weights and what stands for the layers left out included."""
     seconds: float
     tokens_per_second: float
     """Of the whole model, at this utilisation."""
@@ -124,9 +124,9 @@ def affordable(
     return (tokens if tokens > steps[-1].tokens else 0), layers
 
 
-def climb(runner: Steps, size: Size, say: Callable[[Step | int], None]) -> tuple[list[Step], dict[str, Any]]:
-    """All steps that ran, the last at the longest length; and what ended the climb. `say` gets each step, or the length
-    that did not fit."""
+def find_longest(runner: Steps, size: Size, say: Callable[[Step | int], None]) -> tuple[list[Step], dict[str, Any]]:
+    """Returns all steps that ran, the last at the longest length; and what ended the search. `say` gets each step, or
+    the length that did not fit."""
     steps: list[Step] = []
     failed = None
     todo = list(size.lengths)

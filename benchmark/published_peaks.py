@@ -12,7 +12,7 @@ from functools import cached_property
 from textwrap import fill
 
 from benchmark.markdown import table
-from benchmark.prediction import FREE
+from benchmark.readme import FREE
 from typer.testing import CliRunner
 
 from seqtile.cli import app
@@ -163,7 +163,7 @@ def unexplained() -> list[float]:
     return [run.ratio for run in RUNS if not run.cause]
 
 
-def spread() -> tuple[int, int]:
+def worst_misses() -> tuple[int, int]:
     """Returns by how many per cent a plan without a named cause is too low at most, and too high."""
     ratios = unexplained()
     return math.ceil(100 * (1 - min(ratios))), math.ceil(100 * (max(ratios) - 1))
@@ -180,7 +180,7 @@ def peaks() -> str:
         rows[-1] += [f"{'< ' * run.fitted}{run.measured:.1f}", f"{run.planned:.1f}"]
         rows[-1] += [f"{'> ' * run.fitted}{run.ratio:.2f}", f"[{by}]({run.source})"]
         rows[-1] += [str(texts.index(run.text) + 1) if run.text else ""]
-    low, high = spread()
+    low, high = worst_misses()
     about = (
         f"{UNITS} Where no cause is named, a plan is up to {low} % too low, and up to {high} % too high. **So leave "
         f"{'a fifth' if low == 100 * FREE else f'{low} %'} of the memory free.** Notes:"

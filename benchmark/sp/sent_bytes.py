@@ -47,7 +47,7 @@ COLLECTIVES: dict[str, tuple[str, Callable[[Arguments, int, int], int]]] = {
 }
 
 
-class Wire:
+class SentBytes:
     """Counts the collectives inside that this rank takes part in, and the bytes that it sends to other ranks.
 
     The functions of torch.distributed are counted, since they know splits and groups. At the end torch's profiler,
@@ -59,7 +59,7 @@ class Wire:
         self.bytes: Counter[str] = Counter()
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-    def __enter__(self) -> "Wire":
+    def __enter__(self) -> "SentBytes":
         self._functions = {name: getattr(dist, name) for name in COLLECTIVES}
         for name, function in self._functions.items():
             setattr(dist, name, self._counted(function, *COLLECTIVES[name]))

@@ -1,7 +1,7 @@
 """What is known of a GPU, by the calls of dev/gpu_day.sh: which call comes next; a call's findings as a result file.
 
-    python3 -m benchmark.day next
-    python3 -m benchmark.day collect CALL OUT [--commit COMMIT]
+    python3 -m benchmark.gpu_day next
+    python3 -m benchmark.gpu_day collect CALL OUT [--commit COMMIT]
 
 `next` prints the first call without a result: one of its subjects has no figure from a GPU in benchmark/results. A
 check has a figure if it compared something, right or wrong, or says why it was skipped; a benchmark if it timed
@@ -15,9 +15,9 @@ import json
 import re
 from pathlib import Path
 
-from benchmark.results import RESULTS, Results, Row, Subject, load, save
+from benchmark.results import RESULTS, Results, Row, SubjectResults, load, save
 
-CHECKS = ("canary", "few steps", "long attention")
+CHECKS = ("kernels", "few steps", "long attention")
 CALLS = {
     "right": CHECKS,
     "fast": ("linear_cross_entropy", "gated_mlp", "decoder_layer"),
@@ -48,24 +48,24 @@ def next_call(directory: Path = RESULTS) -> str:
     return next(missing, list(CALLS)[-1])
 
 
-def collected(call: str, found: Path, log: Path, commit: str) -> Results:
+def results_of(call: str, found: Path, log: Path, commit: str) -> Results:
     """The rows of each part of `found`, and the last line of each run of pytest in the log."""
     lines = [json.loads(line) for line in found.read_text().split("\n")[:-1]] if found.exists() else []
     parts: dict[str, list[Row]] = {}
     for line in lines:
         parts.setdefault(line.pop("part"), []).append(line)
-    machine = dict(parts.pop("probe", [{}])[-1])
+    machine = dict(parts.pop("machine", [{}])[-1])
     for name in ("segments", "host memory"):
         machine |= {key: value for row in parts.pop(name, []) for key, value in row.items()}
     if call == "right" and log.exists():
         parts["tests"] = [{"what": "tests", "says": said} for said in OF_TESTS.findall(log.read_text(errors="replace"))]
-    subjects = {name: Subject(commit, 0.0, None, None, rows) for name, rows in parts.items() if rows}
+    subjects = {name: SubjectResults(commit, 0.0, None, None, rows) for name, rows in parts.items() if rows}
     date = datetime.date.today().isoformat()
     return Results(machine.get("device", "unknown GPU"), date, call, machine=machine, subjects=subjects)
 
 
 def collect(call: str, out: Path, commit: str) -> None:
-    results = collected(call, out / "found.jsonl", out / "log.txt", commit)
+    results = results_of(call, out / "found.jsonl", out / "log.txt", commit)
     if results.subjects:
         device = re.sub(r"[^a-z0-9]+", "-", results.device.lower()).strip("-")
         save(results, out / "results" / f"{device}-{results.date}-{call}.json")

@@ -1,13 +1,15 @@
-"""The picture on top of README: predicted peak memory against length, and what a GPU measured of it. `make table` draws
-it."""
+"""What README shows of results, as `make table` writes it: the paragraph of what was measured on a GPU; the picture of
+predicted peak memory against length, with what a GPU measured of it; and its caption."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import matplotlib
-from benchmark.results import RESULTS, Row, load
-from benchmark.terminal import longest as longest_of
+from benchmark.gpu_day import CHECKS, newest_of
+from benchmark.report import longest as longest_of
+from benchmark.results import RESULTS, Results, Row, load
 
 from seqtile import memory
 from seqtile.memory import with_features
@@ -19,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 PICTURE = "docs/images/peak.svg"
 MODEL, GPU_GIB = "meta-llama/Llama-3.1-8B", 80
-FREE = 1 / 5  # the margin that docs/planning.md asks for: the worst of benchmark/published.py
+FREE = 1 / 5  # the margin that docs/planning.md asks for: the worst of benchmark/published_peaks.py
 ROOM = GPU_GIB - GPU_GIB * FREE
 COMMON = {"lora_rank": 16, "gpu_memory_gib": ROOM}
 LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> features of seqtile.memory, style
@@ -31,7 +33,7 @@ LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> feature
 }
 
 
-MEASURED_BY = {  # label -> method of the ladder
+MEASURED_BY = {  # label -> method of `benchmark.methods`
     "Hugging Face": "huggingface_lora",
     "with Liger": "liger_lora",
     "seqtile": "seqtile_lora",
@@ -39,10 +41,14 @@ MEASURED_BY = {  # label -> method of the ladder
     "and offload": "seqtile_head_groups_offload_lora",
 }
 OF_CUDA = 1  # GiB that a plan reserves
+NOTHING = (
+    "**Nothing has run on a GPU yet**: kernels are compiled for GPUs and run in Triton's interpreter; CPU tests check "
+    "the numbers."
+)
 
 
 def measured(directory: Path = RESULTS) -> tuple[dict[str, Row], str]:
-    """Returns the ladder's newest row of each line, of those measured on a GPU in the picture's memory; and on what."""
+    """Returns each line's newest row of `model_step` that a GPU measured in the picture's memory; and on what."""
     found, about = {}, ""
     of_gpus = [results for results in map(load, directory.glob("*.json")) if results.on_gpu]
     for results in sorted(of_gpus, key=lambda results: results.date):
@@ -71,7 +77,7 @@ def caption(directory: Path = RESULTS) -> str:
     said = [f"{tokens:,}{f' ({longest_of(ran[label])})' if label in ran else ''}" for label, tokens in lengths.items()]
     title = f"predicted (in brackets: measured, {where})" if ran else "predicted, not measured"
     support = (
-        "[How it was measured](docs/benchmarks.md#how-the-ladder-measures)."
+        "[How it was measured](docs/benchmarks.md#the-longest-sequences)."
         if ran
         else "Only simulations support this: [no run measured by others has LoRA or whole layers](docs/predictions.md)."
     )
@@ -115,3 +121,50 @@ def draw(file: Path, directory: Path = RESULTS) -> None:
     figure.legend(loc="outside upper left", ncols=2, frameon=False)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def checks_of(directory: Path, parts: Sequence[str] = CHECKS) -> list[tuple[Results, str, list[Row]]]:
+    """Of each of these parts that has been checked on a GPU: the newest results, its name and its rows."""
+    found = [(newest_of(part, directory), part) for part in parts]
+    return [(results, part, results.subjects[part].rows) for results, part in found if results]
+
+
+def paragraph(directory: Path = RESULTS) -> str:
+    """Returns what README says of all that was measured on a GPU."""
+    found, speed, (lengths, _) = checks_of(directory), sentence_on_time(directory), measured(directory)
+    where = {f" ({results.device}, {results.date})" for results, *_ in found}
+    speed = speed.replace(*where, "") if len(where) == 1 else speed  # that is said already
+    said = [sentence_on_checks(found)] if found else [] if speed or lengths else [NOTHING]
+    said += [speed] if speed else []
+    left = ["times"] * (not speed) + ["lengths and memory"] * (not lengths)
+    said += [f"GPU {', '.join(left)} below are predicted."] if left else []
+    return fill(" ".join(said), 130)
+
+
+def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
+    """What came of all checks, and the peak of the few steps."""
+    commits = dict.fromkeys(str(results.subjects[part].commit) for results, part, _ in found)
+    results = found[0][0]
+    rows = [row for _, _, rows in found for row in rows]
+    judged = [row for row in rows if "right" in row]
+    wrong = sum(not row["right"] for row in judged)
+    where = f"**On an {results.device}** ({results.date}, commit {' and '.join(commits)})"
+    link = "[checks](docs/benchmarks.md)"
+    verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"all {len(judged)} {link} are right"
+    plan = next((row for row in rows if row["what"] == "plan"), None)
+    peak = f"; a step peaked at {plan['of'] / GIB:.1f} GiB, planned {plan['planned_bytes'] / GIB:.1f}" if plan else ""
+    return f"{where} {verdict}{peak}."
+
+
+def sentence_on_time(directory: Path) -> str:
+    """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
+    results = newest_of("decoder_layer", directory)
+    rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
+    peers = {"time_x_hf": "Hugging Face's", "time_x_liger": "Liger's"}
+    timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
+    if not timed:
+        return ""
+    row = max(timed, key=lambda row: row["tokens"])
+    ratios = " and ".join(f"{row[key]:.2f} of {peer}" for key, peer in peers.items() if key in row)
+    where = f"{results.device}, {results.date}"
+    return f"A tiled layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({where})."

@@ -1,14 +1,14 @@
-"""The ladder finds the longest length that fits, and reports where it could not."""
+"""The search finds the longest length that fits, and reports where it could not."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmark import climb as module
+from benchmark import length_search as module
 from benchmark.bench_model_step import STARTING, methods, seconds_of
-from benchmark.climb import CLOSE, SIZES, Step, climb, expected_seconds, model_flops, parts_of_flops
 from benchmark.device import DTYPE
-from benchmark.ladder import Runner, host_bytes, predicted
+from benchmark.length_search import CLOSE, SIZES, Step, expected_seconds, find_longest, model_flops, parts_of_flops
+from benchmark.longest_sequence import Runner, host_bytes, predicted
 from benchmark.methods import METHODS, WrongStep, check_step, error
 from benchmark.run import MINUTES, SUBJECTS
 from benchmark.run import STARTING as STARTING_A_SUBJECT
@@ -52,7 +52,7 @@ class Simulated(Runner):
 def test_the_longest_is_found(states: int, a_token: int) -> None:
     runner = Simulated(states, a_token)
     said: list[Step | int] = []
-    steps, end = climb(runner, SIZES["full"], said.append)
+    steps, end = find_longest(runner, SIZES["full"], said.append)
     fits = (LIMIT - states) // a_token
     assert end["ended_by"] == "memory" and [step for step in said if isinstance(step, Step)] == steps
     assert len(runner.ran) == len(set(runner.ran)) == len(said) and all(tokens % K == 0 for tokens, _ in runner.ran)
@@ -63,10 +63,10 @@ def test_the_longest_is_found(states: int, a_token: int) -> None:
 
 
 def test_time_that_is_up() -> None:
-    """If time runs out, the ladder does as much as time allows, and nothing shorter than before."""
-    steps, end = climb(Simulated(0, 20_000, CLOCK.now + 100), SIZES["full"], lambda step: None)
+    """If time runs out, the search does as much as time allows, and nothing shorter than before."""
+    steps, end = find_longest(Simulated(0, 20_000, CLOCK.now + 100), SIZES["full"], lambda step: None)
     assert 32 * K < steps[-1].tokens < 2**20 and end == {"ended_by": "time", "failed_at": None}
-    steps, end = climb(Simulated(0, 20_000, CLOCK.now), SIZES["full"], lambda step: None)
+    steps, end = find_longest(Simulated(0, 20_000, CLOCK.now), SIZES["full"], lambda step: None)
     assert [step.tokens for step in steps] == [8 * K, 32 * K] and end["ended_by"] == "time"
 
 
@@ -103,7 +103,7 @@ def test_methods_have_time_for_their_longest_length(run: str) -> None:
         states = (4 if "weights" in method.offload else 17) * 2**30
         limit = int(gibibytes * 2**30)
         runner = Simulated(states, (limit - states) / longest, deadline, limit=limit)
-        steps, ended = climb(runner, SIZES[size].of(method), lambda step: None)
+        steps, ended = find_longest(runner, SIZES[size].of(method), lambda step: None)
         assert (name in ENDS and not all_methods) or steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, ended)
         assert CLOCK.now <= deadline + STARTING
 
@@ -112,12 +112,12 @@ def test_layers_of_a_long_step() -> None:
     """With offloaded inputs two layers, if that leaves time for two more, else one. Without offloading two."""
     offloaded = SIZES["full"].of(METHODS["seqtile_head_groups_offload_weights"])
     runner = Simulated(2**32, 50_000, CLOCK.now + 10_000)
-    steps, _ = climb(runner, offloaded, lambda step: None)
+    steps, _ = find_longest(runner, offloaded, lambda step: None)
     assert runner.ran[:3] == [(8 * K, 2), (128 * K, 2), (256 * K, 2)]
     assert steps[-1].layers == 2 and steps[-1].tokens > 2_800_000
-    steps, _ = climb(Simulated(2**32, 50_000, CLOCK.now + 2000), offloaded, lambda step: None)
+    steps, _ = find_longest(Simulated(2**32, 50_000, CLOCK.now + 2000), offloaded, lambda step: None)
     assert steps[-1].layers == 1 and steps[-1].tokens > 2_800_000
-    steps, _ = climb(Simulated(2**32, 50_000, CLOCK.now + 2000), SIZES["full"], lambda step: None)
+    steps, _ = find_longest(Simulated(2**32, 50_000, CLOCK.now + 2000), SIZES["full"], lambda step: None)
     assert steps[-1].layers == 2
 
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 from benchmark.pages import ROOT
-from benchmark.prediction import FREE, GPU_GIB, ROOM
-from benchmark.published import RUNS, Run, spread
+from benchmark.published_peaks import RUNS, Run, worst_misses
+from benchmark.readme import FREE, GPU_GIB, ROOM
 from typer.testing import CliRunner
 
 from seqtile.cli import app
@@ -26,7 +26,7 @@ def test_a_plan_is_within_a_fifth_or_has_its_cause(run: Run) -> None:
 
 
 def test_the_margin_is_the_worst_miss() -> None:
-    low, _ = spread()
+    low, _ = worst_misses()
     assert low == math.ceil(100 * FREE) and ROOM == GPU_GIB * (1 - FREE) == 64
     for page in ("predictions", "planning", "your-case"):
         words = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())

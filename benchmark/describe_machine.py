@@ -1,6 +1,6 @@
 """The machine before anything is measured on it: versions, memory, how fast host memory can be registered and copied.
 
-    python3 -m benchmark.probe [FILE]
+    python3 -m benchmark.describe_machine [FILE]
 
 Appends what it found to FILE, as lines of JSON.
 """
@@ -21,7 +21,7 @@ from seqtile.offload.store import Pool
 GIB = 2**30
 
 
-def copied(target: torch.Tensor, source: torch.Tensor) -> float:
+def copy_speed(target: torch.Tensor, source: torch.Tensor) -> float:
     """GB/s of the better of two copies."""
     seconds = []
     for _ in range(2):
@@ -33,7 +33,7 @@ def copied(target: torch.Tensor, source: torch.Tensor) -> float:
     return source.nbytes / min(seconds) / 1e9
 
 
-def of_host_memory(size: int = GIB) -> dict[str, float]:
+def host_memory_speed(size: int = GIB) -> dict[str, float]:
     """Seconds to register a block as `seqtile.offload` does, and how fast it is copied out to and back."""
     device = torch.device("cuda", torch.cuda.current_device())
     pool = Pool(device=device)
@@ -42,9 +42,9 @@ def of_host_memory(size: int = GIB) -> dict[str, float]:
     started = time.perf_counter()
     block = pool.take(size)
     found = {"register_1gib_s": time.perf_counter() - started}
-    found |= {"out_gbs": copied(block, on_gpu), "back_gbs": copied(on_gpu, block)}
+    found |= {"out_gbs": copy_speed(block, on_gpu), "back_gbs": copy_speed(on_gpu, block)}
     assert on_gpu.sum().item() == size, "what came back is not what went out"
-    found["copied_by_a_fork_gib"] = taken_by_a_fork() / GIB
+    found["copied_by_a_fork_gib"] = bytes_of_a_fork() / GIB
     pool.give(block)
     found["unregister_1gib_s"] = seconds_to_close(pool)
     busy = Pool(device=device)
@@ -59,7 +59,7 @@ def seconds_to_close(pool: Pool) -> float:
     return time.perf_counter() - started
 
 
-def taken_by_a_fork() -> int:
+def bytes_of_a_fork() -> int:
     """Returns the bytes of host memory that a forked process takes, which does nothing."""
     before = available()
     process = os.fork()
@@ -92,10 +92,10 @@ def main() -> None:
     found["modules"] = {name: str(getattr(sys.modules.get(name), "__file__", "")) for name in ("torch", "seqtile")}
     if DEVICE == "cuda":
         print(output("nvidia-smi", f"--query-gpu=name,memory.total,memory.used,{','.join(CLOCKS)}", "--format=csv"))
-    note("probe", found)
+    note("machine", found)
     if DEVICE == "cuda":
         note("segments", {"expandable_segments": expandable_segments()})
-        note("host memory", of_host_memory())
+        note("host memory", host_memory_speed())
 
 
 if __name__ == "__main__":

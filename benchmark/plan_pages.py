@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmark import prediction, published
+from benchmark import published_peaks, readme
 from benchmark.markdown import table
 from benchmark.results import RESULTS
 from typer.testing import CliRunner
@@ -57,8 +57,8 @@ GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
 
 def blocks(root: Path, results: Path = RESULTS) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
-    made = (prediction.caption(results), command((root / PLANNING).read_text()), fit(), shared_tokens())
-    made += (published.peaks(), lengths(), whole_layers(), quantised())
+    made = (readme.caption(results), command((root / PLANNING).read_text()), fit(), shared_tokens())
+    made += (published_peaks.peaks(), lengths(), whole_layers(), quantised())
     made += tuple(case(found) for found in CASE.findall((root / CASES).read_text()))
     return dict(zip(PAGES, made, strict=True))
 
@@ -112,7 +112,7 @@ def longest(model: str, **setup: Any) -> str:
 
 def with_room(gib: float) -> dict[str, float]:
     """A GPU of so much memory, a fifth of it left free, as the pages ask for."""
-    return {"gpu_memory_gib": gib - gib * prediction.FREE}
+    return {"gpu_memory_gib": gib - gib * readme.FREE}
 
 
 def alst(gpus: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def lengths() -> str:
         setup = memory.Setup(gpus=8, sequence_parallel=shared_by, offload=("optimizer",))
         steps.append([step, length, longest(LLAMA, **vars(memory.with_features(setup, *names)))])
     step = memory.plan(LLAMA_70B, seq_len=1_200_000, tiles=memory.TILES[:2], **alst(16))
-    peaks = " and ".join(f"{run.measured:.1f}" for run in published.RUNS if LLAMA_70B in run.options)
+    peaks = " and ".join(f"{run.measured:.1f}" for run in published_peaks.RUNS if LLAMA_70B in run.options)
     bound = (
         "`bound by` refers to the column `predicted`. For the published 1.2 million tokens of Llama-3.1-70B on 16 GPUs "
         f"the plan counts {step.gpu_bytes / GIB:.1f} of 80 GiB on each GPU and {step.host_bytes / GIB:,.0f} of 1,900 "

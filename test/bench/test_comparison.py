@@ -1,4 +1,4 @@
-"""Contests are fair: results must be right first, contestants take turns, and every contestant is listed."""
+"""Comparisons are fair: results must be right first, contestants take turns, and every contestant is listed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from benchmark.contest import Contest, expected_seconds, small_error
+from benchmark.comparison import Comparison, expected_seconds, small_error
 from benchmark.shapes import SMALL, Case, Shape, small
-from benchmark.subject import Absent, Entry, Forward, Subject
+from benchmark.subject import Absent, Forward, Outcome, Subject
 
 CASE = Case("tiny", 300)
 SHAPE = Shape(16, 24, 6, 4, 2, 8, 50)
@@ -59,14 +59,16 @@ def absent(work: Work) -> Forward:
 CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 0}
 
 
-def contest(*, without: tuple[str, ...] = (), turns: list[str] | None = None, **others: Callable) -> Contest:
-    """A contest with three right contestants and some others; ten FLOP per token."""
+def comparison(*, without: tuple[str, ...] = (), turns: list[str] | None = None, **others: Callable) -> Comparison:
+    """A comparison with three right contestants and some others; ten FLOP per token."""
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | others
     of_work = partial(operands, [] if turns is None else turns)
-    return Contest(Subject("products", of_work, contestants, lambda _, tokens: 10.0 * tokens), CASE, "small", without)
+    return Comparison(
+        Subject("products", of_work, contestants, lambda _, tokens: 10.0 * tokens), CASE, "small", without
+    )
 
 
-def statuses(found: dict[str, Entry]) -> dict[str, str]:
+def statuses(found: dict[str, Outcome]) -> dict[str, str]:
     return {name: entry.status for name, entry in found.items()}
 
 
@@ -75,7 +77,7 @@ def test_every_contestant_is_named() -> None:
     warm-up and three rounds, above 128K tokens one round."""
     last = lambda y: y.where(torch.arange(len(y))[:, None] < len(y) - 1, torch.nan)  # noqa: E731
     turns: list[str] = []
-    held = contest(
+    held = comparison(
         turns=turns,
         absent=absent,
         not_there=lambda work: __import__("there_is_no_such_package"),
@@ -112,15 +114,15 @@ def test_a_wrong_row_at_full_size() -> None:
     right_rows = lambda work: [(work.x @ work.weight).detach()[-1:]]  # noqa: E731
     contestants = {"huggingface": contestant("huggingface"), "late": contestant("late", late)}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows, right_rows)
-    assert statuses(Contest(subject, CASE, "small").run()) == {"huggingface": "measured", "late": "wrong"}
+    assert statuses(Comparison(subject, CASE, "small").run()) == {"huggingface": "measured", "late": "wrong"}
     assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
 
 
 def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names the contestant that lost the device. Nothing is measured afterwards, and cases that did not start have
     failed."""
-    monkeypatch.setattr("benchmark.contest.is_lost", lambda: True)
+    monkeypatch.setattr("benchmark.comparison.is_lost", lambda: True)
     d = contestant("d", raising(KeyError("lost"), at_size=True))
     for without, killer, status in (((), "d", "lost"), (("d",), None, "measured")):
-        held = contest(without=without, d=d)
+        held = comparison(without=without, d=d)
         assert statuses(held.run()) == dict.fromkeys(CHANGES, status) | {"d": "failed"} and held.killer == killer

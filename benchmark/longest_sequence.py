@@ -1,11 +1,11 @@
-"""One method of the ladder, in a process of its own: steps at growing length until memory is full.
+"""The longest sequence of one method, in a process of its own: steps at growing length until memory is full.
 
-python -m benchmark.ladder METHOD FILE --size SIZE --limit BYTES --deadline TIME --matmul-tflops RATE
+python -m benchmark.longest_sequence METHOD FILE --size SIZE --limit BYTES --deadline TIME --matmul-tflops RATE
 
-A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, or LoRA's adapters of
-frozen ones; gradients that begin at None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every
-layer checkpointed. A step counts if its loss and every gradient are finite. Writes what was found into FILE as JSON.
-Source of the ladder: Arctic Long Sequence Training, table 1.
+A model is trained with few of its layers, and with bytes in the place of the others, see `LeftOutLayers`: bfloat16
+weights, or LoRA's adapters of frozen ones; gradients that begin at None, SGD (an AdamW's states would be in host
+memory, as in ALST's recipes), every layer checkpointed. A step counts if its loss and every gradient are finite. Writes
+what was found into FILE as JSON. The idea is from Arctic Long Sequence Training, table 1.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark.climb import SIZES, Step, climb, model_flops
-from benchmark.contest import allowed
+from benchmark.comparison import allowed
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
+from benchmark.left_out_layers import LeftOutLayers
+from benchmark.length_search import SIZES, Step, find_longest, model_flops
 from benchmark.methods import METHODS, Method, WrongStep, check_step, error, prepared
-from benchmark.missing import Missing
 from benchmark.shapes import SHAPES, K, Shape, small
 from transformers import PreTrainedModel
 
@@ -54,7 +54,7 @@ class Runner:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, foreach=False)
         ids = torch.randint(self.shape.vocab, (1, tokens), device=DEVICE)
         watches: list[Watch] = []
-        with Missing(model, self.shape, tokens, offload=self.method.offload) as missing:
+        with LeftOutLayers(model, self.shape, tokens, offload=self.method.offload) as left_out:
 
             def step() -> None:
                 watches.append(Watch())
@@ -66,9 +66,9 @@ class Runner:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 watches[-1].mark()
-                missing.end()
+                left_out.end()
 
-            weights = sum(parameter.nbytes for parameter in model.parameters()) + missing.weights.nbytes
+            weights = sum(parameter.nbytes for parameter in model.parameters()) + left_out.weights.nbytes
             used = weights + peak_bytes(step)
             if used > self.limit:
                 raise torch.OutOfMemoryError(f"{used / 2**30:.2f} GiB, of {self.limit / 2**30:.2f}")
@@ -136,7 +136,7 @@ def main() -> None:
         return write(status="wrong", why=f"relative error {ours:.1e}")
     try:
         runner = Runner(method, shape, given.limit, given.deadline, 1e12 * given.matmul_tflops)
-        steps, end = climb(runner, size.of(method), say)
+        steps, end = find_longest(runner, size.of(method), say)
     except WrongStep as error_at_length:
         return write(status="wrong", why=f"{error_at_length}, after {len(found['steps'])} steps", steps=[])
     if steps and method.offload:

@@ -1,4 +1,4 @@
-"""The stand-in for missing layers: one or two layers with it have the same peak as six layers."""
+"""What stands for layers left out: one or two layers with it have the same peak as six layers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
+from benchmark.left_out_layers import LeftOutLayers
 from benchmark.methods import lora
-from benchmark.missing import Missing
 from benchmark.models import build, offloaded
 from benchmark.shapes import Shape
 from torch import nn
@@ -53,13 +53,16 @@ def peak(layers: int, tokens: int, offload: tuple[str, ...], adapters: bool = Fa
         gradients_leave(model)
         weights -= (layers - 2) * SHAPE.layer_parameters * 4
     lacking = layers < SHAPE.layers
-    with Missing(model, SHAPE, tokens, offload=offload) if lacking else nullcontext() as missing, LiveBytes() as memory:
+    with (
+        LeftOutLayers(model, SHAPE, tokens, offload=offload) if lacking else nullcontext() as left_out,
+        LiveBytes() as memory,
+    ):
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()
             model.zero_grad(set_to_none=True)
-            if missing is not None:
-                missing.end()
-    return weights + (missing.weights.nbytes if missing is not None else 0) + memory.peak
+            if left_out is not None:
+                left_out.end()
+    return weights + (left_out.weights.nbytes if left_out is not None else 0) + memory.peak
 
 
 @pytest.mark.full("of three lengths, most that can be in host memory", but=("700-all*",))
@@ -87,4 +90,4 @@ def test_the_peak_of_adapters(layers: int, offload: tuple[str, ...]) -> None:
 def test_what_it_cannot_stand_for() -> None:
     """Kept inputs of a single layer cannot be represented: they are freed before its gradients are allocated."""
     with pytest.raises(AssertionError):
-        Missing(build(SHAPE, torch.float32, 1), SHAPE, 8, offload=KEPT)
+        LeftOutLayers(build(SHAPE, torch.float32, 1), SHAPE, 8, offload=KEPT)

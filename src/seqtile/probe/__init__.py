@@ -77,7 +77,6 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
 
     _, ranks = TREES[tree]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    started = [sys.executable, *launcher]
     cases = [case for case in cases_of(tree) if case.probe in names]
     rows = {row.key: row for case in cases if (row := case.absent()) is not None}
     verdict = why = ""
@@ -85,7 +84,7 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             file.touch()
-            command = [*started, "-m", "seqtile.probe.tree", tree, str(file), *names]
+            command = [sys.executable, *launcher, "-m", "seqtile.probe.tree", tree, str(file), *names]
             verdict, why = ended(command, directory, time_limit)
             written = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
         rows |= {row.key: row for row in written}

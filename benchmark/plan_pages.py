@@ -158,7 +158,7 @@ def whole_layers() -> str:
         for gib in (80, 141):
             found = [longest(model, **with_room(gib), offload=EVERYTHING, **setup) for setup in setups]
             rows.append([short(model), f"{gib} GiB", *found])
-    shared = longest(LLAMA, **alst(8), **with_room(80), tiles=memory.TILES)
+    shared = longest(LLAMA, **alst(8), **with_room(80), tiles=memory.TILES, batches="whole")
     about = (
         "On 8 GPUs of 80 GiB that share the sequence, a fifth of each left free, with layers tiled as a whole, "
         f"optimizer and layer inputs on the host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads "

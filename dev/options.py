@@ -36,15 +36,15 @@ def of_finetune(help: str) -> str:
 def of_fields(kind: type) -> str:
     rows: list[tuple[str, str]] = []
     for field in fields(kind):
-        about, is_switch = field.metadata["given"]["help"].rstrip("."), isinstance(field.default, bool)
-        name = (field.metadata["names"] or (f"--{field.name.replace('_', '-')}",))[0]
+        option = field.metadata["typer"]
+        about, name = option.help.rstrip("."), (option.param_decls or (f"--{field.name.replace('_', '-')}",))[0]
         if field.default is MISSING:
             name = field.name.upper()
         elif field.default is True:
             name += f", --no-{field.name}"
-        elif not is_switch and field.default is not None:
+        elif not isinstance(field.default, bool) and field.default is not None:
             about += f" ({field.default})"
-        rows += [] if field.metadata["given"].get("hidden") else [(name, about)]
+        rows += [] if option.hidden else [(name, about)]
     return shown(rows)
 
 

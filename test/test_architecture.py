@@ -48,8 +48,8 @@ SUBPACKAGES = {  # subpackage -> subpackages that it may import
         *("fitting", "evaluation", "arch", "ops", "modules", "models", "offload", "renamed", "sp", "memory", "limits"),
         *("integrations", "proof", "__init__"),
     },
-    "probe": {"memory", "sp", "__init__"},
-    "cli": {"recipes", "memory", "probe", "__init__"},
+    "probe": {"limits", "memory", "sp", "__init__"},
+    "cli": {"limits", "recipes", "memory", "probe", "__init__"},
     "__init__": {"ops", "modules", "models", "offload", "sp", "memory", "fitting", "evaluation", "integrations"},
 }
 FOREIGN = {  # package -> subpackages that may import it; no one may import an unlisted package

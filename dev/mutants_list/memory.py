@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "plan: the longest sequence is a token short",
         "Predictor.longest",
-        "while too_many - most > 1:",
-        "while too_many - most > 2:",
+        "most = least + bisect_left(",
+        "most = least - 1 + bisect_left(",
         PLAN,
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = (
         "plan: the first row that fits is marked, whichever is planned",
         "lengths_table",
         "setup == planned",
-        "found is fitting[0][1]",
+        "longest is fitting[0][1]",
         ("recipes/test_forecast.py",),
         select="marked",
     ),

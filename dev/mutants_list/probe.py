@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "probe: the error of the head is compared with itself",
         "head",
-        "found[1] <= 2 * found[0]",
-        "found[1] <= 2 * found[1]",
+        "errors[1] <= 2 * errors[0]",
+        "errors[1] <= 2 * errors[1]",
         PROBE,
     ),
     Mutant(

@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "finetune: a signal while the model is saved ends the run at once",
-        "Watch.on_signal",
+        "Monitor.on_signal",
         "if alone and (again or self.bar is None):",
         "if alone:",
         RESUME,

@@ -13,10 +13,10 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
-from importlib.metadata import distributions, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from seqtile import __version__
+from seqtile.limits import installed
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
 from seqtile.recipes import CheckOptions, EvaluateOptions, check_trl
@@ -77,19 +78,13 @@ def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def signature_of(options: type) -> inspect.Signature:
-    """Returns the fields of a dataclass as typer takes them; what is False by default has no option that says so."""
-    found, keyword = [], inspect.Parameter.KEYWORD_ONLY
-    for field in fields(options):
-        given, default, about = field.metadata["given"], inspect.Parameter.empty, typer.Argument
-        if field.default is not MISSING:
-            flag = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
-            default, about = field.default, partial(typer.Option, *(field.metadata["names"] or flag))
-        annotation = Annotated[field.type, about(**given)]
-        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))
-    return inspect.Signature(found)
+    """Returns the fields of a dataclass as typer takes them."""
+    parameters = inspect.signature(options).parameters.values()
+    kinds = (Annotated[field.type, field.metadata["typer"]] for field in fields(options))
+    return inspect.Signature([one.replace(annotation=kind) for one, kind in zip(parameters, kinds, strict=True)])
 
 
-def of_output(quiet: bool = False) -> Console:
+def stdout_console(quiet: bool = False) -> Console:
     """Returns a console of stdout that prints names and paths as they are, though they may look like Rich's markup; in
     a file or a pipe, which have no width, so wide that it cuts nothing off."""
     width = None if sys.stdout.isatty() else 200
@@ -102,7 +97,8 @@ def errors_printed(console: Console) -> Iterator[None]:
     try:
         yield
     except (ImportError, ValueError, OSError, MemoryError) as error:
-        console.quiet &= not isinstance(error, OSError | MemoryError)  # which not all ranks raise alike
+        if isinstance(error, OSError | MemoryError):  # it may be of one rank alone, whichever that is
+            console.quiet = False
         console.print("error:", style="red", end=" ")
         console.print(str(error))
         raise typer.Exit(1) from error
@@ -155,7 +151,7 @@ def finetune(
 
     All options of TRL's SFTConfig, ModelConfig and data sets are taken, as --use-peft or --use_peft: see --help-all
     """
-    console, got = of_output(quiet=local_rank not in (None, 0)), None
+    console, got = stdout_console(quiet=local_rank not in (None, 0)), None
     if {"--help", "-h"} & set(context.args):
         console.print(inspect.getdoc(finetune))
         return
@@ -172,11 +168,11 @@ def evaluate(asked: EvaluateOptions) -> None:
 
     With several GPUs sharing each document: torchrun --nproc-per-node 4 -m seqtile.cli evaluate MODEL TEXT ...
     """
-    console = of_output(quiet=asked.local_rank not in (None, 0))
+    console = stdout_console(quiet=asked.local_rank not in (None, 0))
     with errors_printed(console):
         asked.check()
-        found = recipe("evaluate")(asked)
-    console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found))
+        result = recipe("evaluate")(asked)
+    console.print(json.dumps(result.figures(), indent=2) if asked.as_json else str(result))
     end_rank(asked.local_rank)
 
 
@@ -211,11 +207,11 @@ def plan(asked: PlanOptions) -> None:
 
     Exits with 1 if a sequence of --seq-len does not fit.
     """
-    console = of_output()
+    console = stdout_console()
     with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
-        found = forecast(asked, status.update)
-    is_too_long = asked.seq_len is not None and not found.fits(asked.seq_len)
-    finish(figures(found) if asked.as_json else partial(print_forecast, found, console), is_too_long)
+        result = forecast(asked, status.update)
+    is_too_long = asked.seq_len is not None and not result.fits(asked.seq_len)
+    finish(figures(result) if asked.as_json else partial(print_forecast, result, console), is_too_long)
 
 
 def finish(result: Callable[[], None] | dict[str, Any] | list[Any], failed: bool) -> None:
@@ -239,7 +235,7 @@ def check(asked: CheckOptions) -> None:
     from seqtile.recipes.check import check as run  # slow to import
     from seqtile.recipes.check import print_report
 
-    console = of_output()
+    console = stdout_console()
     with errors_printed(console):
         report = run(asked)
     finish(report.figures() if asked.as_json else partial(print_report, report, console), report.differs)
@@ -256,7 +252,7 @@ def probe(
     Exits with 1 unless seqtile itself is right.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that the probe's processes are ended
-    console = of_output()
+    console = stdout_console()
     with errors_printed(console), Console(stderr=True).status("") as status:
         rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
     printed = partial(print, markdown(rows)) if as_markdown else partial(print_rows, rows, console)
@@ -280,12 +276,11 @@ def print_rows(rows: list[Row], console: Console) -> None:
 @app.command()
 def env() -> None:
     """Prints the machine and the versions of all relevant packages as a Markdown list, for a bug report."""
-    installed = {str(package.name).lower().replace("_", "-"): package.version for package in distributions()}
-    found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform(), "CPU": cpu()}
-    found |= gpus() | {"C compiler": compiler()} | {name: installed.get(name, "not installed") for name in NEEDED}
-    found["also installed"] = ", ".join(f"{name} {installed[name]}" for name in OTHERS if name in installed) or "none"
-    found["not installed"] = ", ".join(name for name in OTHERS if name not in installed) or "none"
-    for name, about in found.items():
+    lines = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform(), "CPU": cpu()}
+    lines |= gpus() | {"C compiler": compiler()} | {name: installed(name) or "not installed" for name in NEEDED}
+    lines["also installed"] = ", ".join(f"{name} {installed(name)}" for name in OTHERS if installed(name)) or "none"
+    lines["not installed"] = ", ".join(name for name in OTHERS if not installed(name)) or "none"
+    for name, about in lines.items():
         print(f"- {name}: {about}")
 
 
@@ -299,9 +294,9 @@ def cpu() -> str:
 
 def compiler() -> str:
     """Returns what Triton builds its launcher with."""
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
+    program = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return f"{found}, {'with' if header.exists() else 'without'} Python.h"
+    return f"{program}, {'with' if header.exists() else 'without'} Python.h"
 
 
 def gpus() -> dict[str, str]:
@@ -315,14 +310,14 @@ def gpus() -> dict[str, str]:
     names = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}" for gpu in seen)
     driver = collect_env.get_nvidia_driver_version(collect_env.run) or "none"
     cuda = f"{torch.version.cuda or 'none'} in torch, driver {driver}"
-    found = {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
+    lines = {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
     switches = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDPA}
-    found["sdpa"] = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items())
+    lines["sdpa"] = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in switches.items())
     try:
-        found["cuDNN"] = str(torch.backends.cudnn.version() or "none")
+        lines["cuDNN"] = str(torch.backends.cudnn.version() or "none")
     except RuntimeError as error:  # it is not the one that torch was built for
-        found["cuDNN"] = f"unknown: {error}"
-    return found
+        lines["cuDNN"] = f"unknown: {error}"
+    return lines
 
 
 def main() -> None:

@@ -146,15 +146,15 @@ def evaluate(
     return Evaluation(int(sum(counts)), sum(totals) / sum(counts), spans, text_bytes)
 
 
-def _documents(given: Any) -> list[torch.Tensor]:
+def _documents(documents: Any) -> list[torch.Tensor]:
     """Returns the token ids [N] of each document that `evaluate` was given."""
-    given = list(given) if isinstance(given, Iterator) else given
-    one = not isinstance(given, Sequence) or isinstance(given, str | bytes) or _is_ids(given)
-    return [_document(each) for each in ([given] if one else given)]
+    documents = list(documents) if isinstance(documents, Iterator) else documents
+    one = not isinstance(documents, Sequence) or isinstance(documents, str | bytes) or _is_ids(documents)
+    return [_document(each) for each in ([documents] if one else documents)]
 
 
-def _document(given: Any) -> torch.Tensor:
-    ids = torch.tensor(given, dtype=torch.long) if _is_ids(given) else given
+def _document(ids: Any) -> torch.Tensor:
+    ids = torch.tensor(ids, dtype=torch.long) if _is_ids(ids) else ids
     if not isinstance(ids, torch.Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise TypeError(
             "evaluate: expected the token ids of a document, a tensor [N] of integers or a list of ints, or a list of "
@@ -170,9 +170,9 @@ def _document(given: Any) -> torch.Tensor:
     return ids.long()
 
 
-def _is_ids(given: Any) -> bool:
-    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    return listed and all(isinstance(each, Integral) for each in given)
+def _is_ids(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return listed and all(isinstance(each, Integral) for each in value)
 
 
 def positions_of(model: nn.Module) -> float:
@@ -197,19 +197,19 @@ def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int,
             return
 
 
-def _losses(model: nn.Module, ids: torch.Tensor, given: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the losses [n] of the tokens behind the first `given`, and how many tokens came before each."""
-    before = torch.arange(given, len(ids), device=ids.device)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, given - 1 : -1]
-    return -logits.float().log_softmax(-1).gather(-1, ids[given:].unsqueeze(-1)).squeeze(-1), before
+def _losses(model: nn.Module, ids: torch.Tensor, known: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the losses [n] of the tokens behind the first `known`, and how many tokens came before each."""
+    before = torch.arange(known, len(ids), device=ids.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, known - 1 : -1]
+    return -logits.float().log_softmax(-1).gather(-1, ids[known:].unsqueeze(-1)).squeeze(-1), before
 
 
 @contextmanager
 def _ready(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode, tiled, and back."""
     training = [module for module in model.modules() if module.training]
-    found = status(model)
-    untiled = not any(part is not None and part.tiled for part in (found.loss, found.mlp, found.layer))
+    parts = status(model)
+    untiled = not any(part is not None and part.tiled for part in (parts.loss, parts.mlp, parts.layer))
     if untiled:
         apply_seqtile(model)
     model.eval()

@@ -84,25 +84,25 @@ def fit(
     would fit); without a GPU or gpu_memory_gib; for a setup that cannot be planned; for what `apply_seqtile` refuses.
     """
     inner = unwrapped(model)
-    memory = {"gpu_memory_gib": room(gpu_memory_gib or gpu_memory_at_hand(), margin)}
-    memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
-    lora_ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
-    of_model = {"lora_rank": max(lora_ranks), "load_in_4bit": has_4_bits(inner)} if lora_ranks else {}
-    setup = {"dtype": str(inner.dtype).removeprefix("torch.")} | of_model | memory | setup
+    defaults = {"dtype": str(inner.dtype).removeprefix("torch.")}
+    defaults["gpu_memory_gib"] = room(gpu_memory_gib or gpu_memory_at_hand(), margin)
+    defaults["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
+    if lora_ranks := [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]:
+        defaults |= {"lora_rank": max(lora_ranks), "load_in_4bit": has_4_bits(inner)}
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
-    given = setup_of(setup)
-    found = choose(_predictor(inner, given), given, seq_len, batch_size)
-    found = replace(found, lines=(*found.lines, *_notes(found.plan, inner.config._attn_implementation)))
+    base = setup_of(defaults | setup)
+    chosen = choose(_predictor(inner, base), base, seq_len, batch_size)
+    chosen = replace(chosen, lines=(*chosen.lines, *_notes(chosen.plan, inner.config._attn_implementation)))
     if not dry_run:
-        apply_seqtile(inner, **found.options)
-        if found.offload:
+        apply_seqtile(inner, **chosen.options)
+        if chosen.offload:
             enable_offload(inner, device="cuda" if torch.cuda.is_available() else None)  # where it is going to be
         elif not is_checkpointed(inner):
             enable_checkpointing(inner)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(found)
-    return found
+        print(chosen)
+    return chosen
 
 
 def _notes(plan: Plan | None, attention: str) -> list[str]:
@@ -121,21 +121,26 @@ def gpu_memory_at_hand() -> float:
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the GPU that you plan for")
     free, total = torch.cuda.mem_get_info()
     at_hand = min(total, free + torch.cuda.memory_reserved() + GIB) / GIB  # a plan counts 1 GiB for CUDA
-    return of_every_rank(at_hand).min().item()
+    return gather_numbers(at_hand).min().item()
 
 
 def host_memory_at_hand() -> float:
     """Returns the GiB of free host memory: the least of all ranks, so that all turn on the same features."""
-    return of_every_rank(available() / GIB).min().item()
+    return gather_numbers(available() / GIB).min().item()
 
 
-def of_every_rank(*values: float) -> torch.Tensor:
-    """Returns [ranks, len(values)]: these of every rank."""
-    found = [values]
+def gather_numbers(*numbers: float) -> torch.Tensor:
+    """Returns these numbers of every rank: [ranks, len(numbers)], float64."""
+    gathered = [numbers]
     if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, values)
-    return torch.tensor(found, dtype=torch.float64)
+        gathered = [numbers] * dist.get_world_size()
+        dist.all_gather_object(gathered, numbers)
+    return torch.tensor(gathered, dtype=torch.float64)
+
+
+def on_any_rank(happened: bool) -> bool:
+    """Returns whether something happened on this rank or on another one."""
+    return bool(gather_numbers(happened).any())
 
 
 def formula_of(config: Any) -> Formula:
@@ -146,7 +151,7 @@ def formula_of(config: Any) -> Formula:
     return formula
 
 
-def _predictor(model: nn.Module, given: Setup) -> Predictor:
+def _predictor(model: nn.Module, setup: Setup) -> Predictor:
     """Returns the formula of a model's memory, or what simulates it. ValueError for what neither can predict."""
     try:
         return formula_of(model.config)
@@ -154,19 +159,19 @@ def _predictor(model: nn.Module, given: Setup) -> Predictor:
         from seqtile.memory.simulate import Simulation  # which takes seconds to import
 
         try:
-            found = Simulation(class_of(model), model.config, given)
+            simulation = Simulation(class_of(model), model.config, setup)
         except ValueError as error:
             raise ValueError(f"{no_formula}; {error}") from error
-        found.notes = [f"{no_formula}: simulated with its own code"]
-        return found
+        simulation.notes = [f"{no_formula}: simulated with its own code"]
+        return simulation
 
 
-def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
+def choose(predictor: Predictor, base: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
     """Returns the first features, in the order of their cost, with which a step is predicted to fit; `host`: False to
     leave layer inputs where they are. ValueError, with the longest sequence that fits, if none do."""
     lines, tried, step = [f"seqtile.fit, for {seq_len:,} tokens:"], [], None
     offered = [name for name, feature in FEATURES.items() if feature.words]
-    for name, setup, refusal in predictor.turned_on(given, offered, host):
+    for name, setup, refusal in predictor.turned_on(base, offered, host):
         words, cost = FEATURES[name].words, FEATURES[name].cost
         if step is not None and step.bound is None:
             refusal = "not needed"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from seqtile import cli, probe
+from seqtile.limits import installed
 from seqtile.probe import PEERS, PROBES, Row, alone, cases, ranks
 from seqtile.probe.cases import Case, Finding, batch_of, leak, scale, small_model, truth, window
 from seqtile.probe.tree import cases_of
@@ -76,7 +77,7 @@ PLANTED = {
     "window": (lambda: window(without_positions(small_model())), "wrong", "55 of 55"),
     "scale": (times_two, "wrong", "x 2.00"),
     "another direction": (in_another_direction, "wrong", r"x 1.00, error \de[+-]\d\d"),
-    "label": (lambda: ranks.of_label(shifted_after_the_cut), "wrong", "x 0.00"),
+    "label": (lambda: ranks.label_factor(shifted_after_the_cut), "wrong", "x 0.00"),
     "accumulation": (lambda: alone.accumulation(small_model(), mean_of_means), "wrong", r"2\.\de\+00"),
     "head": (lambda: alone.head(alone.checkpointed), "imprecise", r"1\.\de-02"),
     "memory": (lambda: alone.memory(alone.untiled), "grows", r"\d,\d+"),
@@ -210,4 +211,4 @@ def test_the_page_has_what_the_command_says() -> None:
 def test_a_peer_runs_where_it_is_installed(package: str) -> None:
     rows = [row for row in produced() if row.package == package]
     assert rows and all(row.verdict != "failed" for row in rows), rows
-    assert probe.installed(package) or {row.verdict for row in rows} == {"not installed"}
+    assert installed(package) or {row.verdict for row in rows} == {"not installed"}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from recipes.cases import fitted_on_rank, on_rank, on_rank_without_room, on_slow_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
-from seqtile.recipes.data import load_config
+from seqtile.recipes.pretrained import load_config
 from support.pool import Pool
 
 OF_TWO = pytest.mark.parametrize("pool", [(2, "own")], indirect=True, ids=["2"])

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes import source
-from seqtile.recipes.data import load_config, load_model, load_tokenizer
+from seqtile.recipes import resolve_model
+from seqtile.recipes.pretrained import load_config, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -84,7 +84,7 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
     def full(*args: object, **options: object) -> None:
         torch.empty(2**56)
 
-    monkeypatch.setattr("seqtile.recipes.data.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("seqtile.recipes.pretrained.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         load_model(str(tmp_path))
 
@@ -139,16 +139,16 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(tmp_path: Path, monkeypa
 )
 def test_what_looks_like_a_path_is_no_hub_name(name: str, said: str, models: None) -> None:
     with pytest.raises(ValueError, match=f"^--model: .*{re.escape(said)}"):
-        source(name)
+        resolve_model(name)
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--model=~/llama, which a shell passes on unexpanded."""
     monkeypatch.setenv("HOME", str(tmp_path))
     save_tiny(tmp_path / "llama")
-    assert source("~/llama") == (str(tmp_path / "llama"), {})
+    assert resolve_model("~/llama") == (str(tmp_path / "llama"), {})
     with pytest.raises(ValueError, match=f"--model: {tmp_path}/lama does not exist; did you mean {tmp_path}/llama[?]$"):
-        source("~/lama")
+        resolve_model("~/lama")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_hub_name_may_mean_otherwise(
     name: str, said: str, models: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert source(name) == (name, {}), "it may be on the hub"
+    assert resolve_model(name) == (name, {}), "it may be on the hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError) as caught:
         load_config(name)

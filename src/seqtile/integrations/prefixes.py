@@ -53,8 +53,8 @@ def share_prefixes_of(trainer: Any, min_tokens: int | bool = True) -> None:
 def trainer_of() -> Any:
     """Returns the trainer that is calling a callback; it is no argument of theirs. Raises ValueError if none is."""
     for frame, _ in walk_stack(inspect.currentframe()):
-        if hasattr(found := frame.f_locals.get("self"), "callback_handler"):
-            return found
+        if hasattr(caller := frame.f_locals.get("self"), "callback_handler"):
+            return caller
     raise ValueError("share_prefixes: expected a callback that Trainer calls; else call seqtile.share_prefixes(model)")
 
 

@@ -52,9 +52,9 @@ class SeqtileCallback(TrainerCallback):
         if self.offload:
             enable_offload(model)  # after the trainer's own checkpointing, which it replaces
         if state.is_world_process_zero:
-            found = status(model)
-            logger.info(f"seqtile: {found}")
-            for part in (found.loss, found.mlp, found.layer):
+            tiled = status(model)
+            logger.info(f"seqtile: {tiled}")
+            for part in (tiled.loss, tiled.mlp, tiled.layer):
                 if part is not None and options.get(part.name, True) and part.tiled < part.total:
                     logger.warning(f"seqtile: {part.name}: {part}")
 

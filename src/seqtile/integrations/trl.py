@@ -61,8 +61,8 @@ def apply_seqtile_to_trl() -> None:
         return
     distillation = import_module(_DISTILLATION) if find_spec(_DISTILLATION) else None
     divergence = getattr(distillation, "_chunked_divergence_loss", None)
-    found = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss, divergence)
-    unknown = [name for name, one in zip(_KNOWN, found, strict=True) if _fingerprint(one) != _KNOWN[name]]
+    functions = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss, divergence)
+    unknown = [name for name, one in zip(_KNOWN, functions, strict=True) if _fingerprint(one) != _KNOWN[name]]
     if unknown:
         raise ValueError(
             f"trl {trl.__version__}: expected {' and '.join(unknown)} of TRL 1.16, got others; seqtile tiles MLPs and "
@@ -110,20 +110,20 @@ def _tiled_divergence(original: Callable) -> Callable:
         each, weights [V, D], mask [B, K]."""
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        if any(hasattr(value, "ds_id") for value in given.values()):  # ZeRO-3, which TRL gathers
+        values = bound.arguments
+        if any(hasattr(value, "ds_id") for value in values.values()):  # ZeRO-3, which TRL gathers
             return original(*args, **kwargs)
-        mask, items, heads = given["completion_mask"] != 0, given["num_items_in_batch"], {}
+        mask, items, heads = values["completion_mask"] != 0, values["num_items_in_batch"], {}
         for name in ("student", "teacher"):
-            hidden, bias, scale = (given[f"{name}_{of}"] for of in ("hidden_states", "lm_head_bias", "logit_scale"))
+            hidden, bias, scale = (values[f"{name}_{of}"] for of in ("hidden_states", "lm_head_bias", "logit_scale"))
             heads |= {
                 f"{name}_hidden": hidden,
-                f"{name}_weight": _whole(given[f"{name}_lm_head_weight"], hidden),
+                f"{name}_weight": _whole(values[f"{name}_lm_head_weight"], hidden),
                 f"{name}_bias": None if bias is None else _whole(bias, hidden) * scale,  # TRL scales it, too
                 f"{name}_scale": scale,
-                f"{name}_softcap": given[f"{name}_final_logit_softcapping"],
+                f"{name}_softcap": values[f"{name}_final_logit_softcapping"],
             }
-        options = {"beta": given["beta"], "temperature": given["temperature"], "mask": mask}
+        options = {"beta": values["beta"], "temperature": values["temperature"], "mask": mask}
         loss, entropies = linear_divergence(**heads, **options, reduction="sum", return_entropy=True)
         divisor: Any = mask.sum().clamp(min=1) if items is None else items
         loss = loss / (divisor.to(loss.device) if isinstance(divisor, torch.Tensor) else divisor)
@@ -155,11 +155,11 @@ class _Head:
         # The rounded gradient of a half-precision weight is as large as D tokens' logits, which are gone by then.
         makes_room = weight.requires_grad and weight.dtype.itemsize == 2
         wanted = [ours for theirs, ours in _VALUES.items() if theirs in outputs]
-        of_logits = {"temperature": temperature, "softcap": cap, "logit_scale": scale}
-        of_logits["bias"] = None if bias is None else bias * scale  # TRL scales it with the product
+        options = {"temperature": temperature, "softcap": cap, "logit_scale": scale}
+        options["bias"] = None if bias is None else bias * scale  # TRL scales it with the product
         chunks = {"chunk_tokens": None if makes_room else max(1, _LOGITS // weight.shape[0])}
         asked = {"outputs": wanted, "to_be_summed": _to_be_summed.get(), "ignore_index": None}
-        result = linear_log_probs(hidden, weight, targets, **of_logits, **chunks, **asked)
+        result = linear_log_probs(hidden, weight, targets, **options, **chunks, **asked)
         log_probs, values = result if wanted else (result, TokenValues())
         entropy, is_largest, mean_logit, squares = values
         return log_probs, entropy, None if squares is None else squares.log(), mean_logit, is_largest

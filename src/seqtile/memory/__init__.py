@@ -6,6 +6,7 @@ It imports neither torch nor transformers, and so answers at once. `simulate`, w
 model types without a formula: it runs their code on tensors without data.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -105,24 +106,22 @@ class Predictor(Protocol):
         def bound(tokens: int) -> str | None:  # per GPU
             return self.predict(setup, tokens * size, batch_size).bound
 
-        least, too_many = setup.shared_tokens // size, 2**40 // size  # longer than any sequence
-        most = least
-        while too_many - most > 1:
-            middle = (most + too_many) // 2
-            most, too_many = (middle, too_many) if bound(middle) is None else (most, middle)
+        least = setup.shared_tokens // size
+        lengths = range(least + 1, 2**40 // size)  # no sequence is as long as the last
+        most = least + bisect_left(lengths, True, key=lambda tokens: bound(tokens) is not None)
         return Longest(most * size if most > least else 0, bound(most + 1) or "nothing")
 
     def turned_on(
-        self, given: Setup, names: Iterable[str] = FEATURES, host: bool = True
+        self, base: Setup, names: Iterable[str] = FEATURES, host: bool = True
     ) -> Iterator[tuple[str, Setup, str | None]]:
-        """Turns on one feature after the other, in the order of their cost in time, beside what is `given`; `host`:
+        """Turns on one feature after the other, in the order of their cost in time, beside those of `base`; `host`:
         False to leave layer inputs where they are. Yields each feature's name, the setup with it, and None; or the
         setup without it, and why it is left out."""
-        setup = replace(given, tiles=(), head_groups=None)
+        setup = replace(base, tiles=(), head_groups=None)
         for name in names:
             more = with_features(setup, name)
-            if name == "groups" and given.head_groups is not None:
-                more = replace(more, head_groups=given.head_groups)
+            if name == "groups" and base.head_groups is not None:
+                more = replace(more, head_groups=base.head_groups)
             kept = name == "host" and not host
             refusal = "what is trained is in host memory" if kept else self.refusal(name, more)
             setup = more if refusal is None else setup
@@ -209,10 +208,10 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
 
     `setup` applies to all rows. tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
     those of the last row, "auto" by default."""
-    formula, given = Formula(shape_of(config)), setup_of({"tiles": TILES} | setup)  # without, no head_groups are taken
-    if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
+    formula, base = Formula(shape_of(config)), setup_of({"tiles": TILES} | setup)  # without, no head_groups are taken
+    if {"tiles", "liger"} & setup.keys() or "activations" in base.offload:
         raise ValueError("tiles, liger and offload of activations: expected none, since all are tried; use longest")
-    rows = [(name, row) for name, row, refusal in formula.turned_on(given) if refusal is None]
+    rows = [(name, row) for name, row, refusal in formula.turned_on(base) if refusal is None]
     tiled = [row for name, row in rows if FEATURES[name].changes.keys() == {"tiles"}]
     alone = [replace(row, sequence_parallel=1) for row in tiled]
     for row in dict.fromkeys([*alone, *(row for _, row in rows[len(tiled) - 1 :])]):

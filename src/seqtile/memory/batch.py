@@ -34,11 +34,11 @@ class Batch(NamedTuple):
         tokens. Each further call takes as many sequences as possible without more keys than all calls together have
         queries."""
         most = self.tokens * self.gpus
-        found = [(self.shared, self.shared)]
+        calls = [(self.shared, self.shared)]
         for _ in range(self.rows):
-            queries, keys = found[-1]
+            queries, keys = calls[-1]
             if keys + self.seq_len > most:
-                found.append((0, 0))
+                calls.append((0, 0))
                 queries, keys = 0, 0
-            found[-1] = (queries + self.seq_len - self.shared, keys + self.seq_len)
-        return found
+            calls[-1] = (queries + self.seq_len - self.shared, keys + self.seq_len)
+        return calls

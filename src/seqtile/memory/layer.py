@@ -158,11 +158,11 @@ class Layer:
             copied += norm.kept - (hidden if setup.liger or setup.weight_bytes == FLOAT else 0)
         elif not setup.autocast:
             copied = 0
-        of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
+        head_norms = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
         adapters = (1 if "qkv" in arch.merged else 3) * self._adapter(shape.hidden)
         merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # the values are a slice of it
         weights = setup.cast(shape.attention_parameters)
-        inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
+        inside = copied + head_norms + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
         projected = inside + self.output + self._adapter(shape.q)
         after = norm_after.kept if arch.norm_after else 0
         attention = projected + after
@@ -217,9 +217,9 @@ class Layer:
             held = 0 if self.batch.shared else kept - self.q * past // count  # which several calls do not save
             alive = held + group + local * (count - 1 - past) // count + decoded
             alive += sent * ((past > 0) + (past < count - 1))
-            begun = past > (sent > 0)  # gradients are in transit for one group longer
+            started = past >= (2 if sent else 1)  # the sums of gradients; on their way, they come a group later
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
-            yield Alive(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
+            yield Alive(name, after, alive + sums * started, norms=hidden + self.cast * started)
         width = (shape.q + 2 * shape.kv) // count
         projecting = self.setup.cast(shape.hidden * width) + self.chunk * (shape.hidden + width) * size
         alive = kept * (count - 1) // count + projected // count + sums + projecting + decoded
@@ -229,7 +229,7 @@ class Layer:
     def evaluated(self) -> Iterator[Alive]:
         """Yields the moments of a forward without autograd. Two tensors are alive throughout: the first layer's input,
         which the model holds, and this layer's input."""
-        shape, setup, given = self.shape, self.setup, 2 * self.hidden
+        shape, setup, held = self.shape, self.setup, 2 * self.hidden
         if self.tiled:
             # An untiled loss implies a cache, with which heads are not computed in groups.
             chunk, count = self.chunk * setup.bytes, self.groups if self.groups and "loss" in setup.tiles else 1
@@ -240,15 +240,15 @@ class Layer:
                 group = max(group, (self.qkv + self.kv + 2 * self.q) // count + self.q * (count > 1))
             group += self.cast if count > 1 else chunk * shape.hidden  # groups share the normed input
             group += setup.decoded(shape.hidden * (shape.q + 2 * shape.kv))
-            yield Alive("attention", attention=group, norms=given)
+            yield Alive("attention", attention=group, norms=held)
             chunks = chunk * (2 * shape.mlp + shape.hidden + (shape.q if count > 1 else 0))
             chunks += setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
-            yield Alive("MLP", attention=self.q, mlp=chunks, norms=given + self.hidden)
+            yield Alive("MLP", attention=self.q, mlp=chunks, norms=held + self.hidden)
             return
         norm, normed = self.norm(shape.hidden, stream=True).evaluated, self.hidden * shape.arch.norm_before
-        yield Alive("attention", attention=self._evaluated_attention(), norms=given + normed)
-        yield Alive("norm", norms=given + self.hidden * (1 + shape.arch.norm_after) + norm)
-        yield Alive("MLP", mlp=self._mlp(self.tiled_mlp).evaluated, norms=given + self.hidden + normed)
+        yield Alive("attention", attention=self._evaluated_attention(), norms=held + normed)
+        yield Alive("norm", norms=held + self.hidden * (1 + shape.arch.norm_after) + norm)
+        yield Alive("MLP", mlp=self._mlp(self.tiled_mlp).evaluated, norms=held + self.hidden + normed)
 
     def _evaluated_attention(self) -> int:
         """Returns the bytes of attention in a forward without autograd: the maximum over its output projection, the
@@ -264,8 +264,8 @@ class Layer:
             return max(output, sent)
         wide = FLOAT // size if setup.autocast or arch.norm == "layer" or arch.head_norm == "own" else 1
         rotary = (rotated if arch.head_norm else q + 2 * kv) + wide * (3 * q + (q + kv) * (arch.norm == "layer"))
-        of_heads = self.norm(self.shape.q).evaluated + q + 2 * kv * (arch.norm != "rms") if arch.head_norm else 0
-        return max(output + (q + kv if "qkv" in arch.merged else 0), sent, rotary, of_heads)
+        head_norms = self.norm(self.shape.q).evaluated + q + 2 * kv * (arch.norm != "rms") if arch.head_norm else 0
+        return max(output + (q + kv if "qkv" in arch.merged else 0), sent, rotary, head_norms)
 
     def _added(self, width: int, out: int) -> int:
         """Returns the bytes of an adapter's float32 input of this width, and twice those of its output of `out`

@@ -51,5 +51,5 @@ class LiveBytes(TorchDispatchMode):
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Returns the tensors in a tree. A tensor without a storage (sp/token_shard.py) is replaced by the rows that it
     holds."""
-    found = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return [vars(tensor).get("rows", tensor) for tensor in found]
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [vars(tensor).get("rows", tensor) for tensor in leaves]

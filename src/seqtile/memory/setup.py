@@ -270,8 +270,8 @@ class Shape:
     def layer_parameters(self) -> int:
         arch = self.arch
         norms = 1 if arch.parallel else 2 * (arch.norm_before + arch.norm_after)
-        of_heads = {None: 0, "shared": 2 * self.head_dim, "own": self.q + self.kv}[arch.head_norm]
-        return self.attention_parameters + self.mlp_parameters + norms * self.hidden + of_heads
+        head_norms = {None: 0, "shared": 2 * self.head_dim, "own": self.q + self.kv}[arch.head_norm]
+        return self.attention_parameters + self.mlp_parameters + norms * self.hidden + head_norms
 
     @property
     def head_parameters(self) -> int:

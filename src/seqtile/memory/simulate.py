@@ -44,13 +44,13 @@ class Simulation(Predictor):
         self,
         model_class: type[PreTrainedModel],
         config: PreTrainedConfig,
-        given: Setup,
+        setup: Setup,
         each: Callable[[str], None] = lambda step: None,
     ):
-        if (refusal := simulation_refusal(given)) is not None:
+        if (refusal := simulation_refusal(setup)) is not None:
             raise ValueError(refusal)
         self.model_class, self.few_layers, self.each = model_class, with_few_layers(config), each
-        self.dtype = getattr(torch, given.dtype)
+        self.dtype = getattr(torch, setup.dtype)
         whole, few = self._model(config), self._model(self.few_layers)
         if any(LAYER.refusal(layer) for layer in layers_of(few)):
             raise ValueError(
@@ -58,22 +58,22 @@ class Simulation(Predictor):
             )
         parameters, run = (sum(weight.numel() for weight in model.parameters()) for model in (whole, few))
         self.notes = [f"simulated with its own code, which has {parameters / 1e9:,.2f} billion parameters"]
-        self.held = GIB + parameters * (given.weight_bytes + given.optimizer_bytes)
+        self.held = GIB + parameters * (setup.weight_bytes + setup.optimizer_bytes)
         """Bytes of CUDA, weights and optimizer."""
         self.others = len(layers_of(whole)) - len(layers_of(few))
         """Layers that do not run. Each keeps its input and has gradients of its weights."""
         self.input_token = whole.config.get_text_config().hidden_size * self.dtype.itemsize
         self.gradients = (parameters - run) * self.dtype.itemsize / max(self.others, 1)
-        self._found: dict[Any, tuple[float, float]] = {}
+        self._measured: dict[Any, tuple[float, float]] = {}
 
     def refusal(self, name: str, setup: Setup) -> str | None:
         return None if FEATURES[name].changes.keys() == {"tiles"} else "not simulated"
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Predicted:
         tokens = seq_len * batch_size
-        if setup.tiles not in self._found:
-            self._found[setup.tiles] = self.run(setup)
-        fixed, token = self._found[setup.tiles]
+        if setup.tiles not in self._measured:
+            self._measured[setup.tiles] = self.run(setup)
+        fixed, token = self._measured[setup.tiles]
         others = self.others * max(tokens * self.input_token, self.gradients)
         held = self.held + fixed + tokens * token + others
         return Predicted(held, None if held <= setup.gpu_memory_gib * GIB else "GPU memory")
@@ -90,8 +90,8 @@ class Simulation(Predictor):
                 apply_seqtile(model, **apply_options(setup), check=False)
             config = model.config.get_text_config()
             sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
-            of_mlp = default_chunk_tokens(config.hidden_size, 1, mlp_size_of(*mlps_of(model)), model.dtype.itemsize)
-            tokens = max(CHUNKS * of_mlp, 2 * default_chunk_tokens(config.hidden_size, sparsity))
+            mlp_chunk = default_chunk_tokens(config.hidden_size, 1, mlp_size_of(*mlps_of(model)), model.dtype.itemsize)
+            tokens = max(CHUNKS * mlp_chunk, 2 * default_chunk_tokens(config.hidden_size, sparsity))
             more = tokens + tokens // 3
             short, long = self._peak(model, tokens, setup), self._peak(model, more, setup)
         token = (long - short) / (more - tokens)

@@ -137,17 +137,18 @@ class Step:
         head = matrix + shape.hidden
         # A tied matrix's gradient as a head waits for its gradient as an embedding, before both are added to earlier
         # ones.
-        twin = self.setup.accumulate and full and shape.tied and self.setup.ranks(3) == 1
-        waits = matrix * self.setup.weight_bytes * twin
+        waits = self.setup.accumulate and full and shape.tied and self.setup.ranks(3) == 1
+        tied_head_gradient = matrix * self.setup.weight_bytes if waits else 0
         if self.batch.shared and "loss" in self.setup.tiles:
-            summed = self._summed() + waits
+            summed = self._summed() + tied_head_gradient
             yield self._moment(Alive("hidden states", matrix, norms=norm.kept, gradients=summed), layers, matrix)
-        yield self._moment(Alive("final norm", head, norms=norm.backward, gradients=waits), layers, matrix)
+        final_norm = Alive("final norm", head, norms=norm.backward, gradients=tied_head_gradient)
+        yield self._moment(final_norm, layers, matrix)
         for place in sorted({layers, max(layers - 1, 1), min(2, layers), 1}, reverse=True):
             done = head + (layers - place) * shape.layer_parameters
             gathered = 1 + (place > 1) + (place < layers and full)  # this layer, the next, the previous one's gradients
             for alive in self.layer.moments():
-                gradients, name = alive.gradients + waits, f"{alive.name}, layer {place} of {layers}"
+                gradients, name = alive.gradients + tied_head_gradient, f"{alive.name}, layer {place} of {layers}"
                 here = alive._replace(name=name, done=done + alive.done, gradients=gradients)
                 yield self._moment(here, place, matrix + alive.done, gathered, backward=True)
         copies = (3 if shape.tied else 1) if full else 0  # tied: both, and their sum

@@ -81,8 +81,8 @@ def _by_position(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[C
     names, others = tuple(moved), {name: value for name, value in keywords.items() if name not in moved}
     without = partial(function.func, *function.args, **others)
 
-    def call(*given: Any) -> Any:
-        return without(*given[len(names) :], **dict(zip(names, given, strict=False)))
+    def call(*values: Any) -> Any:
+        return without(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
     return call, (*moved.values(), *args)
 

@@ -214,7 +214,7 @@ class Saved:
         self.source: torch.Tensor | None = source
         """The tensor itself, until it is copied out."""
         self.version, self.store, self.before = source._version, store, before
-        """`before`: taking this tensor brings back the region that ends with the tensor of this number."""
+        """`before`: the number of the last tensor of the region that is copied back when this one is taken."""
 
     def __del__(self) -> None:
         if self.memory is not None and not self.store.pool.inherited:

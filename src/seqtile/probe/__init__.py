@@ -12,9 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from seqtile.limits import installed
 
 PROBES = {
     "leak": "outputs of document 2 that change with a token of document 1, in a packed row",
@@ -51,14 +52,6 @@ class Row:
         return self.probe, self.package, self.system
 
 
-def installed(package: str) -> str:
-    """Returns the version of a package, "" if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def probe(
     names: Sequence[str] = tuple(PROBES),
     time_limit: float = TIME_LIMIT,
@@ -84,7 +77,6 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
 
     _, ranks = TREES[tree]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    started = [sys.executable, *launcher]
     cases = [case for case in cases_of(tree) if case.probe in names]
     rows = {row.key: row for case in cases if (row := case.absent()) is not None}
     verdict = why = ""
@@ -92,10 +84,10 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             file.touch()
-            command = [*started, "-m", "seqtile.probe.tree", tree, str(file), *names]
+            command = [sys.executable, *launcher, "-m", "seqtile.probe.tree", tree, str(file), *names]
             verdict, why = ended(command, directory, time_limit)
-            found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
-        rows |= {row.key: row for row in found}
+            written = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
+        rows |= {row.key: row for row in written}
     return [rows.get(case.row("").key) or case.row(verdict, note=why) for case in cases]
 
 
@@ -118,7 +110,7 @@ def ended(command: list[str], directory: str, time_limit: float) -> tuple[str, s
 
 
 def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) | {"version": installed(row.package)} for row in rows]
+    return [asdict(row) | {"version": installed(row.package) or ""} for row in rows]
 
 
 def markdown(rows: list[Row]) -> str:

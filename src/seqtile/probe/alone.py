@@ -38,13 +38,13 @@ def tiled_model(sliding_window: int | None = None) -> nn.Module:
 
 def unequal_batches() -> list[dict[str, Tensor]]:
     """Returns two batches with one row of 64 tokens each; the last 60 and the last 4 tokens have labels."""
-    found = []
+    batches = []
     for i, labelled in enumerate(UNEQUAL):
         ids = torch.randint(3, VOCAB, (1, 64), generator=torch.Generator().manual_seed(i))
         labels = ids.clone()
         labels[:, :-labelled] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
 
 
 def both_at_once() -> Tensor:
@@ -61,8 +61,8 @@ def accumulation(model: nn.Module, backward: Callable[[nn.Module, dict[str, Tens
     return small_error(error(gradients(model), both_at_once()))
 
 
-def small_error(found: float) -> Finding:
-    return Finding(found < CLOSE, f"{found:.1e}")
+def small_error(value: float) -> Finding:
+    return Finding(value < CLOSE, f"{value:.1e}")
 
 
 def by_items(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
@@ -90,7 +90,7 @@ def deepspeed_accumulates() -> Finding:
 
     def backward(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
         hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[0, :-1]
-        (of_deepspeed(hidden, model.lm_head.weight, batch["labels"][0, 1:], 16, "sum") / items).backward()
+        (deepspeed_tiled_loss(hidden, model.lm_head.weight, batch["labels"][0, 1:], 16, "sum") / items).backward()
 
     return accumulation(small_model(), backward)
 
@@ -127,7 +127,7 @@ def untiled(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tenso
     return F.cross_entropy(hidden @ weight.T, target)
 
 
-def of_seqtile(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+def seqtile_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
     return seqtile.linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk)
 
 
@@ -142,12 +142,12 @@ def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> 
     return sum(checkpoint(loss, x, y, use_reentrant=False) for x, y in parts) / len(target)
 
 
-def of_torch(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **given)
+def torch_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **others: Any) -> Tensor:
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **others)
     return F.linear_cross_entropy(hidden, weight, target, options=options)
 
 
-def of_deepspeed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
+def deepspeed_tiled_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     def loss(_: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -157,17 +157,17 @@ def of_deepspeed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, red
     return TiledFusedLogitsLoss.apply(loss, None, hidden[None], target[None], None, shards, [weight], reduction)
 
 
-def of_trl(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+def trl_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
 
     log_probs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, target, 1.0, 256, None, 1.0, ())
     return -log_probs.mean()
 
 
-def of_liger(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+def liger_loss(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **options: Any) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    return LigerFusedLinearCrossEntropyLoss(**given)(weight, hidden, target)
+    return LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, target)
 
 
 def problem(tokens: int, width: int, words: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -182,12 +182,12 @@ def head(loss: Loss, device: str = "cpu") -> Finding:
     hidden, weight, target = problem(*HEAD, torch.bfloat16, device)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     untiled(*exact, target, 0).backward()
-    found = []
+    errors = []
     for each in (untiled, loss):
         weight.grad = hidden.grad = None
         each(hidden, weight, target, HEAD[0] // CHUNKS).backward()
-        found.append(error(weight.grad, exact[1].grad))
-    return Finding(found[1] <= 2 * found[0], f"{found[1]:.1e}", "imprecise")
+        errors.append(error(weight.grad, exact[1].grad))
+    return Finding(errors[1] <= 2 * errors[0], f"{errors[1]:.1e}", "imprecise")
 
 
 def memory(loss: Loss, device: str = "cpu") -> Finding:
@@ -205,20 +205,20 @@ def memory(loss: Loss, device: str = "cpu") -> Finding:
 FLOAT32 = {"acc_policy": "accurate", "acc_dtype": torch.float32}
 OWN = "its own number of chunks"
 HEADS: tuple[tuple[str, str, Loss, str], ...] = (
-    ("linear_cross_entropy", "seqtile", of_seqtile, ""),
-    ("F.linear_cross_entropy, chunk size chosen", "torch", of_torch, ""),
-    ("the same, accurate, float32", "torch", partial(of_torch, **FLOAT32), "acc_policy, acc_dtype"),
+    ("linear_cross_entropy", "seqtile", seqtile_loss, ""),
+    ("F.linear_cross_entropy, chunk size chosen", "torch", torch_loss, ""),
+    ("the same, accurate, float32", "torch", partial(torch_loss, **FLOAT32), "acc_policy, acc_dtype"),
     ("checkpointed chunks", "torch", checkpointed, "a loop by hand"),
     ("untiled", "torch", untiled, "one piece, for comparison"),
-    ("TiledFusedLogitsLoss", "deepspeed", of_deepspeed, "mean of shards"),
-    ("ChunkedLogProbFunction", "trl", of_trl, "its own tiles of 4,096 tokens"),
-    ("fused linear cross-entropy", "liger-kernel", of_liger, OWN),
-    ("the same, accum_dtype float32", "liger-kernel", partial(of_liger, accum_dtype=torch.float32), OWN),
+    ("TiledFusedLogitsLoss", "deepspeed", deepspeed_tiled_loss, "mean of shards"),
+    ("ChunkedLogProbFunction", "trl", trl_loss, "its own tiles of 4,096 tokens"),
+    ("fused linear cross-entropy", "liger-kernel", liger_loss, OWN),
+    ("the same, accum_dtype float32", "liger-kernel", partial(liger_loss, accum_dtype=torch.float32), OWN),
 )
 
 
 def cases() -> list[Case]:
-    found = [
+    all_cases = [
         Case("leak", "layer=True", "seqtile", lambda: leak(tiled_model())),
         Case("leak", "sdpa, position_ids", "transformers", lambda: leak(small_model())),
         Case("window", "layer=True", "seqtile", lambda: window(tiled_model(WINDOW))),
@@ -236,5 +236,5 @@ def cases() -> list[Case]:
     for name, probe in (("head", head), ("memory", memory)):
         for system, package, loss, note in HEADS:
             gpu = package == "liger-kernel"
-            found.append(Case(name, system, package, partial(probe, loss, "cuda" if gpu else "cpu"), note, gpu))
-    return found
+            all_cases.append(Case(name, system, package, partial(probe, loss, "cuda" if gpu else "cpu"), note, gpu))
+    return all_cases

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile.probe import Row, installed
+from seqtile.limits import installed
+from seqtile.probe import Row
 
 VOCAB, TOKENS = 97, 64
 BOUNDARY = 24  # where document 2 starts: not at a shard boundary
@@ -53,12 +54,12 @@ class Case:
     def run(self) -> Row:
         torch.manual_seed(0)
         try:
-            found = self.find()
+            finding = self.find()
         except (NotImplementedError, ValueError) as error:
             return self.row("refused", note=first_line(error))
         except Exception as error:  # raised by another package: report it and go on
             return self.row("failed", note=first_line(error))
-        return self.row("right" if found.right else found.wrong, found.figure)
+        return self.row("right" if finding.right else finding.wrong, finding.figure)
 
 
 def first_line(error: Exception) -> str:
@@ -128,8 +129,8 @@ def window(logits: Logits | nn.Module, packed: bool = False) -> Finding:
 
 def gradients(model: nn.Module) -> Tensor:
     """Returns all gradients as one vector, with zeros for missing ones."""
-    found = [parameter.grad if parameter.grad is not None else 0 * parameter for parameter in model.parameters()]
-    return torch.cat([gradient.detach().flatten() for gradient in found])
+    parts = [parameter.grad if parameter.grad is not None else 0 * parameter for parameter in model.parameters()]
+    return torch.cat([gradient.detach().flatten() for gradient in parts])
 
 
 def truth(batch: dict[str, Any], attention: str = "sdpa") -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ def one_label() -> dict[str, Tensor]:
     return batch
 
 
-def of_label(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
+def label_factor(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
     """Compares `loss(batch)`, the loss of both ranks, with one process. `loss` gets the whole batch."""
     factor = float(loss(one_label()).detach() / truth(one_label(), "eager")[0])
     return Finding(abs(factor - 1) < 1e-5, f"x {factor:.2f}")
@@ -58,14 +58,14 @@ def seqtile_cases() -> list[Case]:
         Case("window", "2 ranks", "seqtile", lambda: window(spread(WINDOW))),
         Case("window", "2 ranks, packed", "seqtile", lambda: window(spread(WINDOW), packed=True)),
         Case("scale", "2 ranks, DDP", "seqtile", seqtile_scale),
-        Case("label", "2 ranks", "seqtile", lambda: of_label(lambda batch: spread()(**batch).loss)),
+        Case("label", "2 ranks", "seqtile", lambda: label_factor(lambda batch: spread()(**batch).loss)),
         Case("label", "labels cut before the shift", "transformers", cut_before_the_shift, SHIFT),
     ]
 
 
 def cut_before_the_shift() -> Finding:
-    found = of_label(cut_by_hand)
-    return found.by_contract(found.figure == "x 0.00")
+    finding = label_factor(cut_by_hand)
+    return finding.by_contract(finding.figure == "x 0.00")
 
 
 def cut_by_hand(batch: dict[str, Tensor]) -> Tensor:
@@ -88,8 +88,8 @@ def register() -> None:
 
     deepspeed.ops.__compatible_ops__ = {}  # on a CPU it would compile collectives for inference in C++
     deepspeed.init_distributed("gloo")
-    given = {"sequence_parallel_size": RANKS, "micro_batch_size": 1}
-    UlyssesSPAttentionHF.register_with_transformers(small_model(), "sdpa", **given)
+    sizes = {"sequence_parallel_size": RANKS, "micro_batch_size": 1}
+    UlyssesSPAttentionHF.register_with_transformers(small_model(), "sdpa", **sizes)
 
 
 def groups() -> Any:
@@ -143,9 +143,9 @@ def deepspeed_scale(stage: int) -> Finding:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=groups())
     engine.backward(deepspeed_loss(engine, batch_of()))
-    found = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in model.parameters()])
+    gradient = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in model.parameters()])
     engine.destroy()
-    return scale(found, truth(batch_of(), "eager")[1])
+    return scale(gradient, truth(batch_of(), "eager")[1])
 
 
 def deepspeed_cases() -> list[Case]:
@@ -154,7 +154,7 @@ def deepspeed_cases() -> list[Case]:
     return [
         Case("leak", system, "deepspeed", lambda: leak(deepspeed_logits()), REFUSED),
         Case("window", system, "deepspeed", lambda: window(deepspeed_logits(WINDOW)), REFUSED),
-        Case("label", system, "deepspeed", lambda: of_label(partial(deepspeed_loss, small_model()))),
+        Case("label", system, "deepspeed", lambda: label_factor(partial(deepspeed_loss, small_model()))),
         *(
             Case("scale", f"{system}, ZeRO-{stage}", "deepspeed", partial(deepspeed_scale, stage), note)
             for stage, note in ((0, SCALE), (2, SCALE), (3, "the stage of its tutorial"))

@@ -3,15 +3,15 @@
 import os
 import re
 import tempfile
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from typer import Argument, Option
 
 from seqtile.memory.setup import expect
 
@@ -22,13 +22,15 @@ TWO_TOKENS = "at least 2, a token and the one that follows it"
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
-def option(default: Any, help: str, *names: str, **given: Any) -> Any:
-    """Returns a field that is an option of a command, called as the field unless there are `names`; `given` is what
-    typer takes besides."""
-    return field(default=default, metadata={"names": names, "given": {"help": help} | given})
+def option(default: Any, help: str, *names: str, **others: Any) -> Any:
+    """Returns a field that is an option of a command, named as the field unless there are `names`; `others` are
+    arguments of `typer.Option`. What is False by default has one name, since typer adds --no-NAME otherwise."""
+    return field(default=default, metadata={"typer": Option(..., *names, help=help, **others)})
 
 
-argument = partial(option, MISSING)  # a field that is an argument of a command
+def argument(help: str) -> Any:
+    """Returns a field that is an argument of a command."""
+    return field(metadata={"typer": Argument(help=help)})
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class CheckOptions:
     """The options of `seqtile check`."""
 
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
-    full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
-    trust_remote_code: bool = option(False, "Run the code that comes with the model.")
+    full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.", "--full")
+    trust_remote_code: bool = option(False, "Run the code that comes with the model.", "--trust-remote-code")
     variants: bool = option(True, "Also try other config values, and packed, padded and other batches; takes minutes.")
     as_json: bool = option(False, "Print JSON.", "--json")
 
@@ -51,12 +53,11 @@ class EvaluateOptions:
     adapter: Path | None = option(None, "A directory with a PEFT adapter for the model.")
     context: int | None = option(None, "The most tokens that the model gets at once (default: a whole document).")
     stride: int | None = option(None, "Tokens from one window of --context to the next (default: half of it).")
-    layer: bool = option(False, "Tile whole layers: longer documents fit.")
+    layer: bool = option(False, "Tile whole layers: longer documents fit.", "--layer")
     dtype: str = option("float32", "Dtype of weights and computation: float32 or bfloat16.")
     device: str | None = option(None, "cpu or cuda (default: cuda if there is one).")
     output: Path | None = option(None, "Directory for evaluation.json and evaluation.png.")
     as_json: bool = option(False, "Print JSON.", "--json")
-    world_size: int = option(1, "Set by torchrun.", envvar="WORLD_SIZE", hidden=True)
     local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
     def check(self) -> None:
@@ -66,17 +67,15 @@ class EvaluateOptions:
         expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         expect("--context", self.context is None or self.context >= 2, TWO_TOKENS, self.context)
         expect("--stride", fits, f"at least 1 and less than {longer}", self.stride)
-        for file in (*self.text, *([self.adapter] if self.adapter else [])):
-            if not file.exists():
-                raise ValueError(f"{file} does not exist{what_is_here(file)}")
-        if self.adapter is not None and not self.adapter.is_dir():
-            raise ValueError(f"--adapter: {self.adapter} is no directory; pass the one that has adapter_config.json")
+        if self.adapter is not None:
+            check_path("--adapter: ", self.adapter, "the directory with adapter_config.json")
+            if not self.adapter.is_dir():
+                raise ValueError(f"--adapter: {self.adapter} is no directory; pass the one with adapter_config.json")
         for file in self.text:
+            check_path("", file, "text files")
             if file.is_dir():
                 raise ValueError(f"{file} is a directory, expected text files; pass those in it, such as {file}/*.txt")
-            if not file.is_file():
-                raise ValueError(f"{file} is a pipe or a device, expected text files; save its text in one")
-        source(self.model, "MODEL")
+        resolve_model(self.model, "MODEL")
 
 
 def number_or_name(option: str | None) -> int | str | None:
@@ -104,7 +103,7 @@ def check_output(directory: Path) -> None:
         ) from error
 
 
-def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
+def resolve_model(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
     """Returns the name and the keyword arguments that `from_pretrained` needs for `model`, as far as the files here
     tell: the network is not asked.
 
@@ -129,7 +128,7 @@ def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{asked_by}: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
     if not path.exists() and (on_hub is None or (on_hub[1] and path.parent.is_dir())):
         hub = f"; for {model} of the hub, start where there is no directory {path.parent}" if on_hub else ""
-        raise ValueError(f"{asked_by}: {path} does not exist{what_is_here(path)}{hub}")
+        raise ValueError(f"{asked_by}: {path} does not exist{hint_for_missing(path)}{hub}")
     return str(path) if path.exists() else model, {}
 
 
@@ -142,11 +141,11 @@ def hub_config(name: str, unknown: str) -> str:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
-        if not isinstance(found, str):
+        file = try_to_load_from_cache(name, "config.json")
+        if not isinstance(file, str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
-            found = hf_hub_download(name, "config.json")
-        return found
+            file = hf_hub_download(name, "config.json")
+        return file
     except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
         on_hub = f"as a hub name it was not found, or the hub could not be reached ({in_brief(error)})"
         raise ValueError(f"{unknown}; and {on_hub}") from error
@@ -158,15 +157,33 @@ def in_brief(error: BaseException) -> str:
     return shorten(f"{named}{error}" or type(error).__name__, 200, placeholder=" ...").rstrip(".")
 
 
-def what_is_here(path: Path) -> str:
+def check_path(who: str, path: Path, expected: str) -> None:
+    """Raises ValueError, which begins with `who`, for a path that does not exist, and for what may never end."""
+    if not path.exists():
+        raise ValueError(f"{who}{path} does not exist{hint_for_missing(path)}; pass {expected}")
+    if not path.is_dir() and not path.is_file():
+        raise ValueError(f"{who}{path} is a pipe or a device, expected {expected}; save its text in a file")
+
+
+def read_text(file: Path, newline: str | None = None) -> str:
+    """Returns the text of a UTF-8 file, without a byte order mark; `newline` as for `open`. Raises UnicodeError if it
+    turns out to be no text."""
+    with file.open(encoding="utf-8-sig", newline=newline) as opened:
+        text = opened.read()
+    if "\0" in text:
+        raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
+    return text
+
+
+def hint_for_missing(path: Path) -> str:
     """Returns what to say of a path that does not exist: the one that was meant, if a directory has a name like it, or
     the last directory on it that is here; else nothing."""
-    found = Path(path.anchor)
+    reached = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
-        if not (found / part).exists():
-            here = [entry.name for entry in found.iterdir() if entry.is_dir()]
+        if not (reached / part).exists():
+            here = [entry.name for entry in reached.iterdir() if entry.is_dir()]
             if not (alike := get_close_matches(part, here, n=1)):
-                return f"; {found} is here, but no {part} in it" if found != Path(path.anchor) else ""
+                return f"; {reached} is here, but no {part} in it" if reached != Path(path.anchor) else ""
             part = alike[0]
-        found /= part
-    return f"; did you mean {found}?"
+        reached /= part
+    return f"; did you mean {reached}?"

@@ -20,11 +20,10 @@ from seqtile.memory.simulate import quiet
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS
 from seqtile.models.placement import Options
-from seqtile.proof.difference import brief
 from seqtile.proof.findings import Finding, findings, tiled_copy
 from seqtile.proof.small import WORDS, small_model
 from seqtile.proof.sweep import DIFFERS, FAILS, Row, sweep
-from seqtile.recipes import CheckOptions, hub_config
+from seqtile.recipes import CheckOptions, check_path, hub_config, in_brief
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
 OWN_CODE = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code to seqtile check"
@@ -87,9 +86,9 @@ class Report:
         left = [f"{line.part} of {line.module}" for line in self.lines if line.how == "refused"]
         left += [] if any(line.part == LOSS.option for line in self.lines) else ["the loss"]
         left += [f"layers of kind {reason.partition(':')[0]}" for reason in self.untiled]
-        found = f"Not tiled: {', '.join(left)}; what can be tiled is" if left else "All parts can be tiled;"
+        text = f"Not tiled: {', '.join(left)}; what can be tiled is" if left else "All parts can be tiled;"
         different = any(row.how == DIFFERS for row in self.variants)
-        return f"{found} equal up to rounding{', but not in every variant' * different}."
+        return f"{text} equal up to rounding{', but not in every variant' * different}."
 
     def figures(self) -> dict[str, object]:
         return asdict(self) | {"differs": self.differs, "verdict": self.verdict}
@@ -107,11 +106,11 @@ def check(asked: CheckOptions) -> Report:
         try:
             model = model if asked.full else small_model(model_class, config)
             what = "does not run on text alone"
-            found = list(findings(model))
+            results = list(findings(model))
             tokens, untiled = _untiled_cost(model)
         except Exception as error:  # of the model's own code, which may raise anything
             raise ValueError(f"{model_class.__name__} {what}: {type(error).__name__}: {error}") from error
-        lines = [_line(model, one, tokens, untiled) for one in found]
+        lines = [_line(model, one, tokens, untiled) for one in results]
         variants = list(sweep(model_class, config)) if asked.variants else []
     refusals = ((type(layer).__name__, LAYER.refusal(layer)) for layer in LAYER.modules(model))
     left = dict.fromkeys(f"{kind}: {reason}" for kind, reason in refusals if reason)
@@ -140,46 +139,44 @@ def _config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         if not path.exists() and model in model_types():
             return AutoConfig.for_model(model)
-        if path.exists() and not (path.is_dir() or path.is_file()):
-            raise FileNotFoundError("a pipe or a device")
-        if model.endswith(".json") and not path.exists():
-            raise FileNotFoundError("there is no such file")
-        if not path.exists():
+        if path.exists() or model.endswith(".json"):
+            check_path("", path, "a config.json, or its directory")
+        else:
             hub_config(model, "it is not here")
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ValueError(f"{model} {OWN_CODE}") from error
         near = [] if path.exists() else get_close_matches(model, model_types(), 1)
-        found = f"; did you mean {near[0]}?" if near else f": {brief(error)}"
+        hint = f"; did you mean {near[0]}?" if near else f": {in_brief(error)}"
         raise ValueError(
             f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as llama, "
-            f"got none that can be read{found}"
+            f"got none that can be read{hint}"
         ) from error
 
 
-def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: Cost) -> Line:
-    part = "experts" if found.part is EXPERTS else found.part.option
+def _line(model: PreTrainedModel, finding: Finding, tokens: int, untiled: Cost) -> Line:
+    part = "experts" if finding.part is EXPERTS else finding.part.option
     flops = peak = None
-    if found.refusal is None:
+    if finding.refusal is None:
         options = Options(chunk_tokens=CHUNK, check=False)
-        cost = _cost(tiled_copy(model, found.part, found.cls, options), tokens)
+        cost = _cost(tiled_copy(model, finding.part, finding.cls, options), tokens)
         flops, peak, _ = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
-    reason = found.refusal or found.chunked
-    errors = found.error, found.untiled_error
-    return Line(part, found.cls.__name__, found.modules, found.how, reason, found.groups, *errors, flops, peak)
+    reason = finding.refusal or finding.chunked
+    errors = finding.error, finding.untiled_error
+    return Line(part, finding.cls.__name__, finding.modules, finding.how, reason, finding.groups, *errors, flops, peak)
 
 
 def _untiled_cost(model: PreTrainedModel) -> tuple[int, Cost]:
     """Returns the length of the longest step that the model takes, and what it costs. It is short for a model that
     loops over tokens, as recurrences in PyTorch do: 2,048 of them would take minutes."""
     tokens, *longer = reversed(TOKENS)
-    found = few = _cost(copy.deepcopy(model), tokens)
+    cost = few = _cost(copy.deepcopy(model), tokens)
     for more in longer:
-        if found.operations < LOOPS * few.operations:
+        if cost.operations < LOOPS * few.operations:
             with suppress(Exception):  # of the model's own code: its table of positions may be shorter
-                tokens, found = more, _cost(copy.deepcopy(model), more)
-    return tokens, found
+                tokens, cost = more, _cost(copy.deepcopy(model), more)
+    return tokens, cost
 
 
 def _cost(model: PreTrainedModel, tokens: int) -> Cost:

@@ -14,9 +14,10 @@ import seqtile
 from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
-from seqtile.recipes import EvaluateOptions, check_output
-from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, memory_errors, read_of, read_text
+from seqtile.recipes import EvaluateOptions, check_output, read_text
+from seqtile.recipes.memory import memory_errors
 from seqtile.recipes.output import write_figures
+from seqtile.recipes.pretrained import device_of, load_model, load_tokenizer, read_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +34,6 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
     ranks = nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank)
     with memory_errors(f"MODEL {asked.model} and its documents need", remedy), ranks as ctx:
-        load_config(asked.model, "MODEL")
         documents, text_bytes = _documents(asked)
         model = load_model(asked.model, "MODEL")
         if asked.adapter is not None:
@@ -48,13 +48,13 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=quiet) as progress:
             bar = progress.add_task("", total=None)
-            given = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
-            given["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
-            found = evaluate_model(model, documents, **given)
+            options = {"context": asked.context, "stride": asked.stride, "text_bytes": text_bytes}
+            options["each"] = lambda done, total: progress.update(bar, completed=done, total=total)
+            result = evaluate_model(model, documents, **options)
         if asked.output is not None and is_main:
             title = f"{asked.model}: {', '.join(file.name for file in asked.text)}"
-            write_figures(asked.output / "evaluation", found.figures(), partial(picture, found, title))
-    return found
+            write_figures(asked.output / "evaluation", result.figures(), partial(picture, result, title))
+    return result
 
 
 @contextmanager
@@ -71,30 +71,29 @@ def shared_by_ranks(device: str, local_rank: int) -> Iterator[sp.SequenceParalle
 def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:
     """Returns what the model's tokenizer makes of each file, with the special tokens that it adds and no others, and
     the bytes of all of that text: a byte order mark is none of it, ends of lines are as they are."""
-    tokenizer, found, text_bytes = load_tokenizer(asked.model, "MODEL"), [], 0
+    tokenizer, documents, text_bytes = load_tokenizer(asked.model, "MODEL"), [], 0
     for file in asked.text:
         try:
-            with file.open(encoding="utf-8-sig", newline="") as opened:
-                text = read_text(opened)
+            text = read_text(file, newline="")
         except (UnicodeError, OSError) as error:
             raise ValueError(f"{file} cannot be read as UTF-8 text ({error}); pass text files") from error
         ids = tokenizer(text, verbose=False).input_ids
         if len(ids) < 2:
             raise ValueError(f"{file} has {len(ids)} tokens, expected 2 at least; leave it out")
-        found.append(torch.tensor(ids))
+        documents.append(torch.tensor(ids))
         text_bytes += len(text.encode())
-    return found, text_bytes
+    return documents, text_bytes
 
 
-def picture(found: Evaluation, title: str) -> "Figure":
+def picture(result: Evaluation, title: str) -> "Figure":
     """Returns the mean loss of a token by how many tokens came before it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    spans = found.by_position
+    spans = result.by_position
     axes.stairs([span.loss for span in spans], [0, *(span.stop for span in spans)], baseline=None)
-    axes.axhline(found.loss, linestyle="--", color="tab:gray", label=f"all: {found.loss:.4f}")
+    axes.axhline(result.loss, linestyle="--", color="tab:gray", label=f"all: {result.loss:.4f}")
     axes.set(title=title.replace("$", r"\$"), xlabel="tokens before", ylabel="mean loss of a token")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -14,32 +14,31 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import datasets
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
-from trl import get_peft_config
-from trl import get_quantization_config as quantization_of
+from trl import get_peft_config, get_quantization_config
 
 from seqtile import sp
 from seqtile.evaluation import positions_of
-from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, of_every_rank
+from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand, on_any_rank
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.memory.setup import GIB
 from seqtile.recipes import check_output
-from seqtile.recipes.data import load_config, load_model, load_tokenizer, memory_errors
-from seqtile.recipes.documents import counted, dataset_of
-from seqtile.recipes.memory import MIB, peak_mib, planned_setup, return_freed_memory
-from seqtile.recipes.options import Asked, Parser, parsed
+from seqtile.recipes.dataset import counted, dataset_of
+from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory
+from seqtile.recipes.monitor import SIGNALS, Monitor, handling_signals
+from seqtile.recipes.options import FinetuneOptions, Parser, parsed
 from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
-from seqtile.recipes.tuner import OPTIONS, SIGNALS, OverRanks, Tuner, Watch, cause, check_finite, handling_signals
+from seqtile.recipes.pretrained import load_model, load_tokenizer
+from seqtile.recipes.tuner import OPTIONS_FILE, SequenceParallelTuner, Tuner, check_finite, write_error
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:
@@ -51,7 +50,7 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     """
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated")  # TRL's own use of the older name
     disable_progress_bar()
-    datasets.disable_progress_bars()
+    disable_progress_bars()
     if "--help-all" in arguments:
         Parser().print_help()
         return None
@@ -60,49 +59,48 @@ def finetune(arguments: list[str], console: Console) -> int | None:
     if own.untiled:  # a process that ends when the one that started it does
         Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
     check_output(output)
-    watch = Watch("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
+    monitor = Monitor("untiled" if own.untiled else "seqtile", console, own.sequence_parallel)
     remedy = "--layer, --fit or a shorter --seq-len needs less"
     with (
         locked(output, training.process_index == 0),
-        handling_signals(watch.on_signal),
+        handling_signals(monitor.on_signal),
         memory_errors("the run needs", remedy),
     ):
         try:
-            untiled = untiled_run(arguments, console) if own.compare else None
-            if isinstance(untiled, int):
-                return untiled
-            trainer = train(asked, watch)
-            place = output if own.untiled else save(asked, trainer, watch)
+            untiled = untiled_run(arguments, monitor) if own.compare else None
+            trainer = train(asked, monitor)
+            place = output if own.untiled else save(trainer)
         except KeyboardInterrupt:
-            if watch.received is None:
+            if monitor.received is None:
                 raise
-            return watch.received
-        write_results(asked, trainer, untiled, place, watch)
+            return monitor.received
+        write_results(asked, trainer, untiled, place)
         if place == output and training.push_to_hub:
             training.output_dir = str(output / "model")
             trainer.push_to_hub()
     if place != output:
         raise OSError(f"the model could not be saved in {output}; it is in {place}")
-    return watch.received
+    return monitor.received
 
 
-def write_results(asked: Asked, trainer: Tuner, untiled: dict[str, Any] | None, place: Path, watch: Watch) -> None:
+def write_results(asked: FinetuneOptions, trainer: Tuner, untiled: dict[str, Any] | None, place: Path) -> None:
     """Merges, prints the table, and writes report.json and report.png; of the untiled run report.json alone."""
     report = report_of(asked, trainer, untiled)
     if asked.own.untiled:
         (place / "report.json").write_text(json.dumps(report))
     elif trainer.is_world_process_zero():
         if asked.own.merge:
-            merge(asked, trainer, place, watch)
+            merge(asked, trainer, place)
         else:
             remove(place / "merged")  # of an earlier run
-        print_table(report, watch.console)
+        print_table(report, trainer.monitor.console)
         try:
             write_figures(place / "report", report, partial(picture, report))
-            watch.say(f"model, report.json and report.png are in {place}")
+            trainer.monitor.say(f"model, report.json and report.png are in {place}")
         except OSError as error:
-            watch.say(f"note: the model is in {place}, but no report could be written there ({cause(error, place)})")
-    of_every_rank(0.0)  # the first rank draws while others wait
+            why = write_error(error, place)
+            trainer.monitor.say(f"note: the model is in {place}, but no report could be written there ({why})")
+    trainer.accelerator.wait_for_everyone()  # until the first rank has written
 
 
 @contextmanager
@@ -119,7 +117,7 @@ def locked(output: Path, main: bool) -> Iterator[None]:
         yield
 
 
-def train(asked: Asked, watch: Watch) -> Tuner:
+def train(asked: FinetuneOptions, monitor: Monitor) -> Tuner:
     """Returns the trainer after training."""
     training, model_options = asked.training, asked.model
     if training.use_cpu:
@@ -129,52 +127,53 @@ def train(asked: Asked, watch: Watch) -> Tuner:
     libraries = peak_mib(training.device.type)
     last = last_checkpoint(asked)
     if last is None and (Path(training.output_dir) / "model").exists():
-        watch.say(f"note: the model of an earlier run in {training.output_dir} will be replaced")
-    with watch.console.status("loading"):
-        source = asked.source()
-        load_config(model_options.model_name_or_path, **source)
-        tokenizer = load_tokenizer(model_options.model_name_or_path, **source)
+        monitor.say(f"note: the model of an earlier run in {training.output_dir} will be replaced")
+    with monitor.console.status("loading"):
+        hub = asked.hub_options()
+        tokenizer = load_tokenizer(model_options.model_name_or_path, **hub)
         rows, others, said = dataset_of(asked, tokenizer)
-        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **source}
-        if quantization := quantization_of(model_options):
+        options = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation, **hub}
+        if quantization := get_quantization_config(model_options):
             options |= {"quantization_config": quantization, "device_map": {"": training.device}}
         options |= training.model_init_kwargs or {}
         model = load_model(model_options.model_name_or_path, **options)
-    watch.say(said)
+    monitor.say(said)
     fixed = asked.fixed_options(len(rows) if hasattr(rows, "__len__") else None)
     check_fixed_options(asked, fixed, last)
     training.model_init_kwargs, kind, extra = None, Tuner, {}
     if asked.own.sequence_parallel > 1:
-        kind, extra = OverRanks, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
-    given = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
-    given |= {"peft_config": get_peft_config(model_options), "fixed": fixed, "watch": watch}
+        kind, extra = SequenceParallelTuner, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
+    arguments = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
+    arguments |= {"peft_config": get_peft_config(model_options), "fixed": fixed, "monitor": monitor}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it
-    trainer = kind(model, training, **given, **extra)
-    say_what_is_left_out(rows, trainer.train_dataset, training.packing, watch)
-    prepare(asked, trainer, watch, libraries)
+    trainer = kind(model, training, **arguments, **extra)
+    say_what_is_left_out(rows, trainer)
+    prepare(asked, trainer, libraries)
     if last is not None:
-        watch.say(f"{watch.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
+        monitor.say(f"{monitor.name}: goes on after step {Path(last).name.rpartition('-')[2]}")
     trainer.train(resume_from_checkpoint=last)
     check_finite(trainer.model)
     return trainer
 
 
-def say_what_is_left_out(given: Dataset, taken: Dataset, packed: bool, watch: Watch) -> None:
+def say_what_is_left_out(rows: Dataset, trainer: Tuner) -> None:
     """Says how many rows TRL leaves out, since none of their trained tokens is within --seq-len. Raises ValueError if
     those are all."""
-    if not hasattr(taken, "__len__") or packed:
+    kept = trainer.train_dataset
+    if not hasattr(kept, "__len__") or trainer.args.packing:
         return
-    if len(taken) == 0:
+    if len(kept) == 0:
         raise ValueError("--data: no row has a token to train within --seq-len; pass a longer one, or other rows")
-    if len(taken) < len(given):
-        left = counted(len(given) - len(taken), "row")
-        watch.say(f"note: {left} left out, with no token to train within --seq-len")
+    if len(kept) < len(rows):
+        left = counted(len(rows) - len(kept), "row")
+        trainer.monitor.say(f"note: {left} left out, with no token to train within --seq-len")
 
 
-def prepare(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> None:
-    """Makes the trainer tile its model when training begins, and show what `watch` does. `libraries`: the MiB that the
-    process had before, to which the predicted step comes."""
-    length, rows, cpu = asked.training.max_length, asked.training.per_device_train_batch_size, asked.training.use_cpu
+def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
+    """Chooses what --fit chooses, predicts the memory of a step, and adds callbacks: one tiles the model when training
+    begins, `monitor` shows the run. `libraries`: the MiB that the process had before it loaded the model."""
+    monitor, cpu = trainer.monitor, asked.training.use_cpu
+    length, rows = asked.training.max_length, asked.training.per_device_train_batch_size
     try:
         memory = {"host_memory_gib": host_memory_at_hand()}
         loaded = sum(weight.nbytes for weight in trainer.model.parameters()) / GIB  # which a plan counts, too
@@ -182,32 +181,32 @@ def prepare(asked: Asked, trainer: Tuner, watch: Watch, libraries: float) -> Non
         memory["gpu_memory_gib"] = room(at_hand, asked.own.margin)
         setup, formula = planned_setup(asked, trainer, memory), formula_of(trainer.model.config)
         if asked.own.fit:
-            found = choose(formula, setup, length, rows, host=not cpu)
-            watch.say(str(found))
-            setup, groups = found.setup, found.options["head_groups"]
-            chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
+            fit = choose(formula, setup, length, rows, host=not cpu)
+            monitor.say(str(fit))
+            setup, groups = fit.setup, fit.options["head_groups"]
+            chosen = {"layer": fit.options["layer"], "head_groups": groups and str(groups), "offload": fit.offload}
             asked.own = replace(asked.own, fit=False, **chosen)
         plan = formula.predict(setup, length, rows)
         if not asked.own.untiled:  # whose loss is TRL's, not Hugging Face's
-            watch.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # CUDA's own
+            monitor.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # CUDA's own
     except ValueError:  # there is no formula for its memory
         if asked.own.fit:
             raise
     if length > (most := positions_of(trainer.model)):
-        watch.say(f"note: the model is configured for {most:,} positions at most, and --seq-len is {length:,}")
+        monitor.say(f"note: the model is configured for {most:,} positions at most, and --seq-len is {length:,}")
     for noisy in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(noisy)
     if not asked.own.untiled:
         try:
             apply_seqtile_to_trl()
         except ValueError:  # which names functions of TRL's
-            watch.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
+            monitor.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
         own = asked.own
         trainer.add_callback(SeqtileCallback(layer=own.layer, head_groups=own.groups, offload=own.offload))
-    trainer.add_callback(watch)
+    trainer.add_callback(monitor)
 
 
-def last_checkpoint(asked: Asked) -> str | None:
+def last_checkpoint(asked: FinetuneOptions) -> str | None:
     """Returns the directory of the last checkpoint, None for a new run. Raises ValueError if there is none to go on
     from, or one though it is a new run."""
     output = asked.training.output_dir
@@ -224,11 +223,11 @@ def last_checkpoint(asked: Asked) -> str | None:
     return last
 
 
-def check_fixed_options(asked: Asked, fixed: dict[str, Any], last: str | None) -> None:
+def check_fixed_options(asked: FinetuneOptions, fixed: dict[str, Any], last: str | None) -> None:
     """Raises ValueError if the last checkpoint is of a run with other options."""
     if last is None:
         return
-    before, now = json.loads((Path(last) / OPTIONS).read_text()), json.loads(json.dumps(fixed))
+    before, now = json.loads((Path(last) / OPTIONS_FILE).read_text()), json.loads(json.dumps(fixed))
     for name in before:
         if name in now and now[name] != before[name]:
             raise ValueError(f"--resume: {name} was {before[name]} and is {now[name]} now; pass the same options")
@@ -240,14 +239,14 @@ def check_fixed_options(asked: Asked, fixed: dict[str, Any], last: str | None) -
         )
 
 
-def save(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
+def save(trainer: Tuner) -> Path:
     """Saves the model and its tokenizer, and returns in which directory: the output, or a temporary one if that cannot
     be. Raises OSError if neither can be."""
     main, failed = trainer.is_world_process_zero(), []
     if trainer.is_fsdp_enabled:  # of shards, which Accelerate asks for by default, no model is saved
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     for attempt in (1, 2):
-        place, error = Path(asked.training.output_dir), None
+        place, error = Path(trainer.args.output_dir), None
         try:
             if attempt == 2 and main:
                 place = Path(tempfile.mkdtemp(prefix="seqtile-"))
@@ -256,27 +255,27 @@ def save(asked: Asked, trainer: Tuner, watch: Watch) -> Path:
         except Exception as raised:  # safetensors has its own; whatever it is, the weights are not to be lost
             error = raised
             failed.append(f"in {place} ({error})")
-            watch.say(f"note: the model cannot be saved {failed[-1]}")
-        if not of_every_rank(float(error is not None)).any():
+            trainer.monitor.say(f"note: the model cannot be saved {failed[-1]}")
+        if not on_any_rank(error is not None):
             return place
     raise OSError(f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room first")
 
 
-def merge(asked: Asked, trainer: Tuner, place: Path, watch: Watch) -> None:
+def merge(asked: FinetuneOptions, trainer: Tuner, place: Path) -> None:
     """Writes the adapter merged into the base, in the base's own dtype, not in 4 bits; says so if that cannot be."""
     try:
-        base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype, **asked.source())
+        base = load_model(asked.model.model_name_or_path, dtype=asked.model.dtype, **asked.hub_options())
         merged = PeftModel.from_pretrained(base, place / "model").merge_and_unload()
         with written_beside(place / "merged") as new:
             merged.save_pretrained(new)
             trainer.processing_class.save_pretrained(new)
     except Exception as error:  # of memory, a disk or a file; the adapter is saved
-        watch.say(f"note: not merged ({cause(error, place)}); the adapter is in {place / 'model'}")
+        trainer.monitor.say(f"note: not merged ({write_error(error, place)}); the adapter is in {place / 'model'}")
 
 
-def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | int | None:
-    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; the signal
-    that ended it early; None, and says so, if it does not fit. The process ends when this one does."""
+def untiled_run(arguments: list[str], monitor: Monitor) -> dict[str, Any] | None:
+    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; None, and
+    says so, if it does not fit. The process ends when this one does. Raises KeyboardInterrupt if a signal ended it."""
     with tempfile.TemporaryDirectory() as aside:
         command = [sys.executable, "-m", "seqtile.cli", "finetune", *arguments, "--untiled", "--output", aside]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -286,6 +285,7 @@ def untiled_run(arguments: list[str], console: Console) -> dict[str, Any] | int 
         if code == 0 and file.exists():
             return json.loads(file.read_text())["runs"]["seqtile"]
     if -code in SIGNALS:
-        return -code
-    console.print("note: the untiled run did not come to its end, so there is nothing to compare with")
+        monitor.received = -code
+        raise KeyboardInterrupt
+    monitor.say("note: the untiled run did not come to its end, so there is nothing to compare with")
     return None

@@ -1,23 +1,26 @@
-"""The memory of a run of `seqtile finetune`: as planned, and the peak of the process."""
+"""The memory of a run: as planned, the peak of the process, and errors where there was too little."""
 
 import ctypes
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from trl import SFTTrainer
 
 from seqtile.memory import TILES, Setup
 
 if TYPE_CHECKING:
-    from seqtile.recipes.options import Asked
+    from trl import SFTTrainer
+
+    from seqtile.recipes.options import FinetuneOptions
 
 MIB = 2**20
 
 
-def planned_setup(asked: "Asked", trainer: SFTTrainer, memory: dict[str, float]) -> Setup:
+def planned_setup(asked: "FinetuneOptions", trainer: "SFTTrainer", memory: dict[str, float]) -> Setup:
     """Returns the run as `memory.plan` takes it, tiled as asked. `memory` are sizes of the GPU and the host."""
     own, training, lora = asked.own, asked.training, {}
     if asked.model.use_peft:
@@ -63,3 +66,20 @@ def peak_mib(device: str) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether memory was short: of a GPU, or of the host, which torch tells by a message."""
+    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_host or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+@contextmanager
+def memory_errors(who: str, remedy: str) -> Iterator[None]:
+    """Raises MemoryError, which says `who` needs it and a remedy, where memory was short inside."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"{who} more memory than there is; {remedy}") from error

@@ -13,8 +13,8 @@ from yaml import YAMLError
 
 from seqtile.memory.room import MARGIN
 from seqtile.memory.setup import expect
-from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, number_or_name, source
-from seqtile.recipes.data import device_of
+from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, in_brief, number_or_name, resolve_model
+from seqtile.recipes.pretrained import device_of
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 MAY_DIFFER = (
@@ -129,7 +129,7 @@ class TrainingOptions(SFTConfig):
 
 
 @dataclass
-class Asked:
+class FinetuneOptions:
     """All options of a run."""
 
     own: OwnOptions
@@ -138,7 +138,7 @@ class Asked:
     script: ScriptArguments
     mixture: DatasetMixtureConfig
 
-    def source(self) -> dict[str, Any]:
+    def hub_options(self) -> dict[str, Any]:
         """Returns what `from_pretrained` is to be told of where a model comes from."""
         return {"revision": self.model.model_revision, "trust_remote_code": self.training.trust_remote_code}
 
@@ -154,9 +154,9 @@ class Asked:
 class Parser(TrlParser):
     """TRL's parser, with short names in YAML too, and errors that are exceptions."""
 
-    def __init__(self, **given: Any):
+    def __init__(self, **others: Any):
         kinds = (OwnOptions, TrainingOptions, ModelOptions, ScriptArguments, DatasetMixtureConfig)
-        super().__init__(kinds, prog="seqtile finetune", allow_abbrev=False, **given)
+        super().__init__(kinds, prog="seqtile finetune", allow_abbrev=False, **others)
         self.data: list[str] = []  # of the YAML file
 
     def error(self, message: str) -> None:
@@ -166,11 +166,11 @@ class Parser(TrlParser):
         data = options.pop("data", [])  # which --data replaces, and would be added to
         self.data = list(map(str, data)) if isinstance(data, list) else [str(data)]
         known = {name: action for name, action in self._option_string_actions.items() if action.dest != "help"}
-        found = {}
+        by_field = {}
         for name, value in options.items():
             action = known.get(f"--{name}")
-            found[action.dest if action else str(name)] = value if action is None else self._as_given(action, value)
-        return super().set_defaults_with_config(**found)
+            by_field[action.dest if action else str(name)] = value if action is None else self._as_given(action, value)
+        return super().set_defaults_with_config(**by_field)
 
     def _as_given(self, action: Action, value: Any) -> Any:
         """Returns a value of YAML as the command line gives it. Raises ValueError for one of another kind."""
@@ -187,18 +187,18 @@ class Parser(TrlParser):
         return [value] if listed else value
 
 
-def parsed(arguments: list[str]) -> Asked:
+def parsed(arguments: list[str]) -> FinetuneOptions:
     """Returns the options of a command line, and of the YAML file that it names. Raises ValueError for what cannot
     work."""
     parser, named = Parser(), "--config="
     parts = [part for one in arguments for part in (one.split("=", 1) if one.startswith(named) else [one])]
     try:
-        *found, unknown = parser.parse_args_and_config(parts, return_remaining_strings=True)
+        *options, unknown = parser.parse_args_and_config(parts, return_remaining_strings=True)
     except (YAMLError, IndexError, OSError, UnicodeError) as error:
-        raise ValueError(f"--config: expected a file of options in YAML ({' '.join(str(error).split())})") from error
+        raise ValueError(f"--config: expected a file of options in YAML ({in_brief(error)})") from error
     if unknown:
         parser.error(f"there is no option {unknown[0]}")
-    asked = Asked(*found)
+    asked = FinetuneOptions(*options)
     own, training, model = asked.own, asked.training, asked.model
     own.data = own.data or parser.data
     if training.max_steps == -1 and not (own.data or asked.script.dataset_name or asked.mixture.datasets):
@@ -216,5 +216,5 @@ def parsed(arguments: list[str]) -> Asked:
         training.save_total_limit = 2  # the best, and the last to go on from
     if asked.mixture.test_split_size and training.eval_strategy == "no":
         raise ValueError("--test-split-size sets rows aside to evaluate on; pass --eval-strategy steps or epoch, too")
-    source(model.model_name_or_path)
+    resolve_model(model.model_name_or_path)
     return asked

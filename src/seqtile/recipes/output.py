@@ -19,7 +19,7 @@ from transformers.utils import logging
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from seqtile.recipes.options import Asked
+    from seqtile.recipes.options import FinetuneOptions
     from seqtile.recipes.tuner import Tuner
 
 logger = logging.get_logger(__name__)
@@ -55,11 +55,11 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def report_of(asked: "Asked", trainer: "Tuner", untiled: dict[str, Any] | None) -> dict[str, Any]:
+def report_of(asked: "FinetuneOptions", trainer: "Tuner", untiled: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the contents of report.json, with a value of each list for each loss that was logged."""
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     measured = ("step", "loss", "step_seconds", "tokens_per_second", "peak_mib")
-    run: dict[str, Any] = {"status": trainer.watch.status}
+    run: dict[str, Any] = {"status": trainer.monitor.status}
     run |= {name: [entry[name] for entry in logged] for name in measured}
     return {
         "options": trainer.fixed,

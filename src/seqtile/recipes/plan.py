@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from seqtile.limits import flash_limit
 from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, NoFormula, setup_of
-from seqtile.recipes import HUB_NAME, argument, hub_config, number_or_name, option
+from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
 
 ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
 UNITS = ((1e9, 2, "billion"), (1e6, 0, "million"), (1e3, 0, "thousand"), (1, 0, ""))  # of a model's parameters
@@ -39,12 +38,12 @@ class PlanOptions:
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
     optimizer: str = option("adamw", "adamw (16 bytes a parameter, float32 copy included), adamw_8bit or sgd.")
     dtype: str = option("bfloat16", "Dtype of weights and activations: bfloat16, float16 or float32.")
-    autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
+    autocast: bool = option(False, "Float32 weights and residual stream, torch.autocast to --dtype.", "--autocast")
     lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
-    load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
-    accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
+    load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits below adapters.", "--load-in-4bit")
+    accumulate: bool = option(False, "Gradient accumulation: gradients of earlier batches are kept.", "--accumulate")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
-    layer: bool = option(False, "Tile whole layers, needed or not.")
+    layer: bool = option(False, "Tile whole layers, needed or not.", "--layer")
     head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")
@@ -59,7 +58,7 @@ class PlanOptions:
             raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}; {tried}")
         setup["gpu_memory_gib"] = room(self.gpu_memory_gib, self.margin)
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
-        setup |= {"batches": "whole" if self.shared_tokens else "cut", "head_groups": number_or_name(self.head_groups)}
+        setup |= {"batches": "whole", "head_groups": number_or_name(self.head_groups)}  # as `to_turn_on` says
         return setup | {"sequence_parallel": shared_by, "offload": offload}
 
 
@@ -94,8 +93,8 @@ def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None
     try:
         return _forecast(asked, each)
     except ValueError as error:
-        name, found, rest = str(error).partition(": ")
-        if not found or not hasattr(asked, name):
+        name, _, rest = str(error).partition(": ")
+        if not rest or not hasattr(asked, name):
             raise
         raise ValueError(f"--{name.removesuffix('_gib').replace('_', '-')}: {rest}") from error
 
@@ -117,17 +116,17 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         if (refusal := formula.refusal("groups", whole)) is not None:
             raise ValueError(f"head_groups: {refusal}")
     if asked.only is not None:
-        chosen = just(asked.only, setup, asked.layer)
+        chosen = setup_with_only(asked.only, setup, asked.layer)
         lengths = [(chosen, formula.longest(chosen, batch_size))]
     else:
         lengths = list(memory.ladder(shape, batch_size=batch_size, **setup))
     wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
     wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
-        chosen, found = max(wanted, key=lambda row: row[1].tokens)
-        seq_len = max(found.tokens, asked.shared_tokens + chosen.sequence_parallel)
+        chosen, longest = max(wanted, key=lambda row: row[1].tokens)
+        seq_len = max(longest.tokens, asked.shared_tokens + chosen.sequence_parallel)
     else:
-        chosen = next((tried for tried, found in wanted if found.tokens >= seq_len), wanted[-1][0])
+        chosen = next((setup for setup, longest in wanted if longest.tokens >= seq_len), wanted[-1][0])
     step = formula.predict(chosen, seq_len, batch_size)
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
     notes = [*shape.notes, *_notes(step), *more]
@@ -151,18 +150,17 @@ def _shape(model: str) -> Shape:
     except ValueError as error:
         if not isinstance(error.__cause__, FileNotFoundError) or not HUB_NAME.fullmatch(model):
             raise
-        file = hub_config(model, str(error))
-    return shape_of(json.loads(Path(file).read_text()))
+        return shape_of(hub_config(model, str(error)))
 
 
-def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
+def setup_with_only(words: str, fields: dict[str, Any], layer: bool) -> Setup:
     """Returns the setup with only the features that `words` name. Raises ValueError for an unknown word."""
     named = {word.strip().lower() for word in words.split(",")} - {"nothing"}
     if unknown := named - {word.lower() for word in ONLY}:
         raise ValueError(f"only: expected nothing, or some of {', '.join(ONLY)}, got {', '.join(sorted(unknown))}")
     tiles = tuple(part for part in TILES if part in named or (layer and part == "layer"))
-    offload = (*(["activations"] if "host" in named else []), *given["offload"])
-    return setup_of(given | {"tiles": tiles, "liger": "liger" in named, "offload": offload})
+    offload = (*(["activations"] if "host" in named else []), *fields["offload"])
+    return setup_of(fields | {"tiles": tiles, "liger": "liger" in named, "offload": offload})
 
 
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
@@ -173,20 +171,20 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
     from seqtile.memory.simulate import Simulation  # slow: torch
     from seqtile.recipes.check import class_and_config
 
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     try:
         predictor = Simulation(*class_and_config(asked.model), setup, each)
         for name, chosen, refusal in predictor.turned_on(setup):
             if refusal is None:
-                found[name] = predictor.longest(chosen, asked.batch_size).tokens
+                lengths[name] = predictor.longest(chosen, asked.batch_size).tokens
     except Exception as error:  # the model's own code may raise anything on tensors without data
-        return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
-    return found, predictor.notes
+        return lengths, [f"it cannot be simulated: {in_brief(error)}"]
+    return lengths, predictor.notes
 
 
 def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more offloaded, and with enough GPUs for `plan` to fit, if it is longer."""
-    setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
+    setup, best = lengths[-1][0], max(longest.tokens for _, longest in lengths)
     tried: dict[str, dict[str, Any]] = {
         "--offload optimizer": {"offload": (*setup.offload, "optimizer")},
         "--offload optimizer --offload weights": {"offload": (*setup.offload, "optimizer", "weights")},
@@ -194,15 +192,15 @@ def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]
     for times in (2, 4, 8, 16, 32, 64, 128):
         gpus, shared_by = setup.gpus * times, setup.sequence_parallel * times
         tried[f"--gpus {gpus}"] = {"gpus": gpus, "sequence_parallel": shared_by}
-    found = {}
+    longer = {}
     for name, changes in tried.items():
         with suppress(ValueError):  # this setup cannot have it
             tokens = Formula(plan.shape).longest(replace(setup, **changes), plan.batch_size).tokens
             if tokens > best and ("offload" in changes or tokens >= plan.seq_len):
-                best = found[name] = tokens
+                best = longer[name] = tokens
             if best >= plan.seq_len and "gpus" in changes:
                 break
-    return found
+    return longer
 
 
 def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
@@ -255,15 +253,15 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
     """Returns the forecast for `--json`; sizes in GiB."""
-    found = {name: getattr(forecast, name) for name in ("model", "notes", "turn_on", "remedies", "simulated")}
+    values = {name: getattr(forecast, name) for name in ("model", "notes", "turn_on", "remedies", "simulated")}
     if (plan := forecast.plan) is not None:
-        found["parameters"] = plan.shape.parameters
-        found["longest"] = [features(setup) | asdict(longest) for setup, longest in forecast.lengths]
-        found["plan"] = {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
-        found["plan"] |= {"setup": asdict(plan.setup), "peak": plan.peak.name}
-        found["plan"] |= {"gpu_gib": in_gib(plan.peak.parts), "host_gib": in_gib(plan.host)}
-        found["plan"]["moments_gib"] = in_gib({moment.name: moment.bytes for moment in plan.moments})
-    return found
+        values["parameters"] = plan.shape.parameters
+        values["longest"] = [features(setup) | asdict(longest) for setup, longest in forecast.lengths]
+        values["plan"] = {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
+        values["plan"] |= {"setup": asdict(plan.setup), "peak": plan.peak.name}
+        values["plan"] |= {"gpu_gib": in_gib(plan.peak.parts), "host_gib": in_gib(plan.host)}
+        values["plan"]["moments_gib"] = in_gib({moment.name: moment.bytes for moment in plan.moments})
+    return values
 
 
 def features(setup: Setup) -> dict[str, Any]:
@@ -289,7 +287,7 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
     plan, shown = forecast.plan, [title_of(forecast), *(f"note: {note}" for note in forecast.notes)]
     if forecast.simulated:
         shown.append(simulated_table(forecast.simulated))
-    if plan is not None and any(found.tokens for _, found in forecast.lengths):
+    if plan is not None and any(longest.tokens for _, longest in forecast.lengths):
         shown += [lengths_table(forecast.lengths, plan.setup), parts_table(plan)]
     if plan is not None and plan.fits:
         shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
@@ -327,10 +325,10 @@ def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table
     fitting = [row for row in lengths if row[1].tokens]
     if len(fitting) < len(lengths):
         table.caption += f"\nNothing fits in the {len(lengths) - len(fitting)} setups that are left out."
-    for setup, found in fitting:
+    for setup, longest in fitting:
         cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
         mark = "* " if setup == planned else ""  # of the step that the next table has
-        table.add_row(*cells, f"{mark}{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
+        table.add_row(*cells, f"{mark}{longest.tokens:,}", longest.bound.removeprefix("GPU memory: "))
     return table
 
 

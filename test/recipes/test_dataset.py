@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes.documents import files_of, sequences, standard_library
+from seqtile.recipes.dataset import files_of, sequences, standard_library
 
 
 def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> None:

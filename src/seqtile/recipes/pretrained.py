@@ -1,10 +1,10 @@
-"""A pretrained model, all of it or an error."""
+"""Loads a pretrained model, all of it or an error, and its configuration and tokenizer."""
 
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import transformers
@@ -14,17 +14,12 @@ from transformers.utils import logging
 
 from seqtile.memory.setup import expect
 from seqtile.memory.simulate import quiet
-from seqtile.recipes import hub_config, in_brief, source, what_is_here
+from seqtile.recipes import hint_for_missing, hub_config, in_brief, resolve_model
+from seqtile.recipes.memory import is_out_of_memory
 
 logger = logging.get_logger(__name__)
 
 NAMED = 3  # weights that an error names, of those that are missing
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory was short: of a GPU, or of the host, which torch tells by a message."""
-    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return on_host or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def device_of(asked: str | None) -> str:
@@ -33,17 +28,6 @@ def device_of(asked: str | None) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@contextmanager
-def memory_errors(who: str, remedy: str) -> Iterator[None]:
-    """Raises MemoryError, which says `who` needs it and a remedy, where memory was short inside."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryError(f"{who} more memory than there is; {remedy}") from error
 
 
 @contextmanager
@@ -68,55 +52,49 @@ def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
 def load_config(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedConfig:
     """Returns the configuration of `model`; `options` are those of `from_pretrained`. Raises ValueError, of the option
     or argument that asked for it, if neither a path nor the hub has it."""
-    name, file = source(model)
+    name, file = resolve_model(model)
     if not Path(name).exists():
-        hub_config(name, f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}")
+        hub_config(name, f"{asked_by}: there is no directory {name} here{hint_for_missing(Path(name))}")
     with read_of(f"{asked_by}: the configuration of {model}"):
         return AutoConfig.from_pretrained(name, **{"trust_remote_code": False} | file | options)
 
 
 def load_tokenizer(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model`; `options` as above. Raises ValueError if its files cannot be read."""
-    name, file = source(model)
+    """Returns the tokenizer of `model`; `options` as above. Raises ValueError if its files cannot be read, or if
+    neither a path nor the hub has the model."""
+    load_config(model, asked_by, **options)
+    name, file = resolve_model(model)
     with read_of(f"{asked_by}: the tokenizer of {model}"):
         return AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False} | file | options)
 
 
 def load_model(model: str, asked_by: str = "--model", **options: Any) -> PreTrainedModel:
-    """Returns the model of `source(model)`, ready to be trained and saved, by default in float32; `options` as above.
+    """Returns the model, ready to be trained and saved, by default in float32; `options` as above.
 
     Raises ValueError unless the files hold all weights in the shapes that its configuration asks for: transformers
     draws the others at random. Warns if they hold more.
     """
-    name, file = source(model)
+    name, file = resolve_model(model)
     options = {"dtype": torch.float32, "trust_remote_code": False} | file | options
     if file and hasattr(transformers, "GgufConfig"):  # 5.16 decodes these weights in any case
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    of_config = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    config = load_config(model, asked_by, **of_config)
+    shared = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    config = load_config(model, asked_by, **shared)
     options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with read_of(f"{asked_by}: the weights of {model}", "get its files again, config.json too"), quiet():
-        loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
-    wrong, missing, unused = "", sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    if found["mismatched_keys"]:
-        weight, here, expected = min(found["mismatched_keys"])
+        loaded, info = AutoModelForCausalLM.from_pretrained(name, **options)
+    wrong, missing, unused = "", sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if info["mismatched_keys"]:
+        weight, here, expected = min(info["mismatched_keys"])
         wrong = f"{weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)};"
     elif missing:
-        wrong = f"the weights of {model} lack {some(missing)}; get its files again, or"
+        wrong = f"the weights of {model} lack {listed(missing)}; get its files again, or"
     if wrong:
         raise ValueError(f"{asked_by}: {wrong} pass a model whose weights and config.json belong together")
     if unused:
-        logger.warning(f"note: {asked_by}: config.json of {model} leaves out some of its weights: {some(unused)}")
+        logger.warning(f"note: {asked_by}: config.json of {model} leaves out some of its weights: {listed(unused)}")
     return loaded
 
 
-def some(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
-def read_text(opened: TextIO) -> str:
-    """Returns the text of a file. Raises UnicodeError if it turns out to be no text."""
-    text = opened.read()
-    if "\0" in text:
-        raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
-    return text

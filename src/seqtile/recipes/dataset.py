@@ -12,15 +12,15 @@ from datasets import Dataset, load_dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import get_dataset, is_conversational
 
-from seqtile.recipes import HUB_NAME, what_is_here
-from seqtile.recipes.data import read_of, read_text
-from seqtile.recipes.options import Asked
+from seqtile.recipes import HUB_NAME, check_path, read_text
+from seqtile.recipes.options import FinetuneOptions
+from seqtile.recipes.pretrained import read_of
 
 TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 LISTED = 10  # skipped files, of more
 
 
-def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None, str]:
+def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None, str]:
     """Returns the rows to train on, those to evaluate on or None, and what to say of them.
 
     Rows of tables, or of a data set of the hub, are as TRL takes them. Text files become rows of --seq-len tokens, all
@@ -29,10 +29,10 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
     script, mixture, training = asked.script, asked.mixture, asked.training
     names, said = [script.dataset_name] if script.dataset_name else asked.own.data, None
     if mixture.datasets:
-        found = get_dataset(mixture)
+        splits = get_dataset(mixture)
     elif len(names) == 1 and not Path(names[0]).exists() and HUB_NAME.fullmatch(names[0]) and "/" in names[0]:
         with read_of(f"--data: {names[0]} of the hub", "pass files, or another name"):
-            found = load_dataset(names[0], script.dataset_config, streaming=script.dataset_streaming)
+            splits = load_dataset(names[0], script.dataset_config, streaming=script.dataset_streaming)
     else:
         paths = [Path(name) for name in names] or standard_library()
         files = list(files_of(paths))
@@ -49,14 +49,14 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
                 exact = [glob.escape(str(table)) for table in tables]  # they would be patterns
                 rows = load_dataset(*kinds, data_files=exact, split="train", cache_dir=cache, keep_in_memory=True)
         share = mixture.test_split_size
-        found = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
+        splits = rows.train_test_split(share, seed=training.seed) if share else {"train": rows}
     name, test = script.dataset_train_split, script.dataset_test_split
     wanted = [name, test] if training.eval_strategy != "no" else [name]
     for split in wanted:
-        if split not in found:
+        if split not in splits:
             remedy = "pass --test-split-size" if split == test else "pass another --dataset-train-split"
-            raise ValueError(f"--data: there is no split {split}, only {', '.join(found)}; {remedy}")
-    rows = found[name]
+            raise ValueError(f"--data: there is no split {split}, only {', '.join(splits)}; {remedy}")
+    rows = splits[name]
     columns = rows.column_names or []
     known = ({"messages"}, {"conversations"}, {"input_ids"}, {training.dataset_text_field}, {"prompt", "completion"})
     if columns and not any(each <= set(columns) for each in known):
@@ -66,39 +66,36 @@ def dataset_of(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> tuple[Datase
         lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"
         raise ValueError(f"--data: {names[0]} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
     length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
-    return rows, found[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
+    return rows, splits[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
 
 
 def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[np.ndarray, list[str]]:
     """Returns text files as sequences of `seq_len` tokens, [sequences, seq_len] int64, and lines to print: documents
     joined by the end-of-text token. Raises ValueError if not one is full."""
-    ids, read, skipped = array("q"), 0, {}
+    ids, skipped = array("q"), []
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig") as opened:  # a byte order mark is no text
-                found = tokenizer(read_text(opened), add_special_tokens=False, verbose=False)["input_ids"]
-            why = "empty" if not found else "a table of rows, not text" if file.suffix.lower() in TABLES else None
+            tokens = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+            why = "empty" if not tokens else "a table of rows, not text" if file.suffix.lower() in TABLES else None
         except UnicodeError:
             why = "not UTF-8 text"
         except OSError as error:
             why = f"unreadable: {os.strerror(error.errno or 0)}"
-        if why is not None:
-            skipped[file] = why
-            continue
-        read += 1
-        ids.extend(found if tokenizer.eos_token_id is None else [*found, tokenizer.eos_token_id])
-    if skipped and not read:
-        first = "{} ({})".format(*next(iter(skipped.items())))
-        raise ValueError(
-            f"--data holds no UTF-8 text: {counted(len(skipped), 'file')} skipped, {first} first; pass text files"
-        )
+        if why is None:
+            ids.extend(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
+        else:
+            skipped.append(f"{file} ({why})")
+    if skipped and len(skipped) == len(files):
+        count = counted(len(skipped), "file")
+        raise ValueError(f"--data holds no UTF-8 text: {count} skipped, {skipped[0]} first; pass text files")
     if (full := len(ids) // seq_len) == 0:
         raise ValueError(
             f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
             "--seq-len"
         )
-    said = [f"data: {counted(read, 'file')} read, {len(ids):,} tokens: {counted(full, 'sequence')}"]
-    said += [f"skipped: {file} ({why})" for file, why in list(skipped.items())[:LISTED]]
+    read = counted(len(files) - len(skipped), "file")
+    said = [f"data: {read} read, {len(ids):,} tokens: {counted(full, 'sequence')}"]
+    said += [f"skipped: {file}" for file in skipped[:LISTED]]
     if (more := len(skipped) - LISTED) > 0:
         said.append(f"skipped: {counted(more, 'file')} more")
     return np.frombuffer(ids, dtype=np.int64)[: full * seq_len].reshape(full, seq_len), said
@@ -111,10 +108,7 @@ def counted(number: int, noun: str) -> str:
 def files_of(paths: list[Path]) -> Iterator[Path]:
     """Yields the files, and those under the directories, in sorted order. Raises ValueError for what is neither."""
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"--data: {path} does not exist{what_is_here(path)}; pass files, or directories of them")
-        if not path.is_dir() and not path.is_file():
-            raise ValueError(f"--data: {path} is a pipe or a device, expected files; save its text in one")
+        check_path("--data: ", path, "files, or directories of them")
         yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 

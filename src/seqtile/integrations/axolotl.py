@@ -116,7 +116,7 @@ class SeqtilePlugin(BasePlugin):
             fit(model, seq_len=cfg.sequence_len, batch_size=cfg.micro_batch_size, optimizer=optimizer, **setup)
             return
         groups = cfg.seqtile_head_groups
-        groups = int(groups) if str(groups).isdigit() else groups
+        groups = int(groups) if str(groups).isdecimal() else groups
         apply_seqtile(model, layer=bool(cfg.seqtile_layer), head_groups=groups)
         if cfg.seqtile_offload:
             enable(unwrapped(model))

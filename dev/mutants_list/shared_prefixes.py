@@ -81,15 +81,15 @@ MUTANTS = (
     Shared(
         "prefixes: rows that want a gradient each are shared",
         "WholeBatches._tree",
-        "elif self.has_gradient or (",
+        "elif sharding.forward.has_gradient or (",
         "elif (",
         select="want_a_gradient",
     ),
     Shared(
         "prefixes: what a checkpoint computes again finds another attention",
-        "WholeBatches._rest",
-        "self.model.config._attn_implementation = self.at_rest",
-        "self.model.config._attn_implementation = self.implementation",
+        "ShardingHooks.forget",
+        "self.go_on(rest, self.at_rest)",
+        "self.go_on(rest, self.implementation)",
         select="a_step or forwards",
     ),
     Shared(

@@ -65,16 +65,16 @@ MUTANTS = (
     ),
     Mutant(
         "documents: positions that leave some out do not part them",
-        "documents_of",
+        "edges_of",
         "follows = (positions[:, 1:] == positions[:, :-1] + 1)",
         "follows = (positions[:, 1:] > positions[:, :-1])",
         DOCUMENTS,
     ),
     Mutant(
         "documents: a mask with a hole is not refused",
-        "layout_of",
-        "if mask is not None and any(len(row) > 1 for row in rows):",
-        "if mask is not None and any(len(row) > 9 for row in rows):",
+        "documents_at",
+        "if has_mask and any(len(row) > 1 for row in rows):",
+        "if has_mask and any(len(row) > 9 for row in rows):",
         DOCUMENTS,
     ),
     Mutant(
@@ -156,9 +156,9 @@ MUTANTS = (
     ),
     Mutant(
         "documents: each row is waited for",
-        "documents_of",
-        "torch.stack([begins, ends], 1).cpu()]",
-        "torch.stack([begins, ends], 1)]",
+        "rows_between",
+        "for row in edges.cpu()]",
+        "for row in edges]",
         LAYOUT,
     ),
     Mutant(
@@ -185,15 +185,15 @@ MUTANTS = (
     OverRanks(
         "same batch: shards of different batches are not refused",
         "check_same_batch",
-        "elif batch_hash is not None and len(set(hashes)) > 1:",
-        "elif batch_hash is not None and len(hashes) > 9:",
+        "elif is_hashed and len(set(hashes)) > 1:",
+        "elif is_hashed and len(hashes) > 9:",
         select="batches",
     ),
     OverRanks(
         "same batch: a forward that failed leaves its positions to the next",
-        "ShardingHooks.forget_layout",
-        "        self.layout = None\n",
-        "        pass\n",
+        "ShardingHooks.forget",
+        "replace(self.forward, layout=None, ",
+        "replace(self.forward, ",
         select="after_a_failure",
     ),
     OverRanks(

@@ -25,7 +25,7 @@ from transformers.models.gemma2 import modeling_gemma2
 
 from seqtile.ops.state import Overridden
 from seqtile.sdpa import may_choose_cudnn, without_cudnn
-from seqtile.sp.all_to_all import RankHeads, Rows, count
+from seqtile.sp.heads import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
 from seqtile.sp.sdpa import causal_from_the_end, in_lengths, lengths_for_cudnn
@@ -187,7 +187,7 @@ def _whole_length(attention: LocalAttention) -> int:
     values of others, which a shifted loss reads in front of a row's first token. Waits for the device if the length is
     there."""
     layout = attention.layout
-    if layout.mask is None or attention.sinks is not None or not any(row and row[0][0] for row in layout.documents):
+    if not layout.has_mask or attention.sinks is not None or not any(row and row[0][0] for row in layout.documents):
         return 0
     return layout.length if layout.whole_length is None else int(layout.whole_length)
 

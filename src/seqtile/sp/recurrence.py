@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.renamed import CACHE_NAMES
-from seqtile.sp.all_to_all import RankHeads, exchanged
+from seqtile.sp.all_to_all import exchanged
 from seqtile.sp.backends import in_parts, joined
+from seqtile.sp.heads import RankHeads
 from seqtile.sp.layout import LAYOUT, Layout, layout_in
 from seqtile.sp.segments import segments
 
@@ -133,12 +134,12 @@ class Recurrence:
         rest = original.__name__, original.__defaults__, original.__closure__
         self._forward = FunctionType(original.__code__, original.__globals__ | places, *rest)
         self._forward.__kwdefaults__ = original.__kwdefaults__
-        self.is_whole = False
+        self.is_bypassed = False
         """True while every rank computes all tokens of whole sequences."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        is_whole = self.is_whole or (self.is_alone and LAYOUT not in kwargs)
-        forward = type(self.module).forward if is_whole else self._forward
+        is_bypassed = self.is_bypassed or (self.is_alone and LAYOUT not in kwargs)
+        forward = type(self.module).forward if is_bypassed else self._forward
         return forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Recurrence":

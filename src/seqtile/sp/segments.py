@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqtile.sp.all_to_all import Rows, count
+from seqtile.sp.heads import Rows, count
 from seqtile.sp.layout import Layout
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from seqtile import sp
+from seqtile.protocols import SHARDED
 from seqtile.sp import all_to_all, attention, backends, same_batch, segments
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.groups import SequenceParallel
@@ -95,6 +96,40 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[sp.SequenceParallel]:
     yield from alone("gloo")
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+def test_a_whole_batch_is_waited_for_once(kind: str, one_rank: sp.SequenceParallel) -> None:
+    """For its comparison between ranks and its documents together, before the first layer."""
+    model, batch = build("llama"), batch_of_kind(kind)
+    sp.apply_ulysses(model, one_rank, batches="whole")
+    batch |= {name: value.as_subclass(OnDevice) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    waits = []
+
+    def reached(*_: object) -> None:
+        waits.append(OnDevice.waits)
+
+    model.model.rotary_emb.register_forward_pre_hook(reached)
+    OnDevice.waits = 0
+    assert model(**batch).loss.isfinite() and waits == [1]
+
+
+def test_another_batch_in_a_forward(one_rank: sp.SequenceParallel) -> None:
+    """A forward of another batch leaves what is known of the running forward, and no other attribute, as it was."""
+    model = build("llama")
+    sp.apply_ulysses(model, one_rank, batches="whole")
+    batch = batch_of_kind("packed")
+    expected, sharding, inside = model(**batch).loss, vars(model)[SHARDED], []
+
+    def another(*_: object) -> None:
+        handle.remove()
+        before, running = dict(vars(sharding)), dict(vars(sharding.forward))
+        with sharding.other_batch(lambda: None):
+            inside.append(model(**batch_of_kind("padded")).loss)
+        assert vars(sharding) == before and vars(sharding.forward) == running and running["owners"] is not None
+
+    handle = model.model.layers[1].register_forward_pre_hook(another)
+    assert model(**batch).loss.equal(expected) and len(inside) == 1
 
 
 COUNTED = ((all_to_all, "rank_heads"), (segments, "segments_of"), (backends, "blocks"), (attention, "check"))

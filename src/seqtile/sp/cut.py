@@ -212,25 +212,22 @@ class CutBatches:
 
     def __init__(self, sharding: ShardingHooks):
         self.sharding = sharding
-        base = sharding.model.base_model
-        sharding.handles.append(base.register_forward_pre_hook(self.note_balance, with_kwargs=True))
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Finds the layout. Raises ValueError for labels without the values that a shard's loss needs."""
+        """Finds the layout. Raises ValueError for labels without the values that a shard's loss needs, and for an
+        unknown loss that balances experts."""
         sharding = self.sharding
         sharding.take_chosen_attention()
-        sharding.go_on(Forward(), NAME)
+        balances = kwargs.get("output_router_logits")
+        if balances is None:
+            balances = getattr(module.config.get_text_config(), "output_router_logits", False)
+        sharding.go_on(Forward(balance=Balance.of(module) if balances else None), NAME)
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if missing and sharding.sp_group.size > 1 and _is_labelled(kwargs):
             names = " and ".join(missing)
             raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
         sharding.forward.layout = sharding.layout_of_shards(args, kwargs)
         return args, kwargs
-
-    def note_balance(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Checks that the loss that balances experts is known, if it is wanted."""
-        if kwargs.get("output_router_logits"):
-            self.sharding.forward.balance = Balance.of(self.sharding.model)
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that must be reduced before its backward."""

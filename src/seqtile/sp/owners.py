@@ -95,8 +95,9 @@ class Owners:
         own, missing = rows.detach(), self.most - len(rows)
         own = F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own
         places, found = self.on(own.device)[0], gather(own, self.sp_group).flatten(0, 1)
-        found = found[places].clone() if isinstance(places, slice) else found[places]  # not a view, which cannot change
-        return found.view((*self.shape, *rows.shape[1:]))
+        if isinstance(places, slice):
+            return found[places].view((*self.shape, *rows.shape[1:])).clone()  # a view could not be changed in place
+        return found[places.view(self.shape)]
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
         """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view (None for all in

@@ -56,25 +56,24 @@ def token_hashes(values: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def on_host(*tensors: Tensor) -> list[Tensor]:
-    """Returns copies of tensors on the CPU, those with the widest elements first. One wait for the device."""
-    parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
-    copies = torch.cat(parts).cpu().split([len(part) for part in parts])
-    return [copy.view(each.dtype).view(each.shape) for copy, each in zip(copies, tensors, strict=True)]
-
-
-def gathered_numbers(
+def check_same_batch(
     tokens: Tensor,
     kwargs: Mapping[str, Any],
     batch_hash: Tensor | None,
     sp_group: SequenceParallel,
+    expected: str,
     choices: Mapping[str, str],
-) -> Tensor:
-    """Returns what each rank of a group computes as numbers, int64 [ranks, n], for `check_same_batch`. One small
-    collective, without waiting for the device.
+    *along: Tensor,
+) -> tuple[Any, ...]:
+    """Returns the largest of all ranks' position_ids, and copies of the tensors `along` on the CPU. One small
+    collective and one wait for the device.
 
     `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]. Of the model's keyword arguments it reads position_ids,
     attention_mask and num_items_in_batch. `choices` are the ways in which modules compute.
+
+    Raises ValueError on every rank, naming what was `expected`, if the ranks hold batches of different shapes or shards
+    of different batches, if they have no position_ids, if all ranks hold the same tokens and nothing marks them as
+    shards, or if a module's way is not the same on all ranks.
     """
     position_ids, items = kwargs.get("position_ids"), kwargs.get("num_items_in_batch")
     rows, last, own = 0, 0, batch_hash
@@ -85,38 +84,32 @@ def gathered_numbers(
         own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else sp_group.rank
     sizes = [*tokens.shape[:2], int(kwargs.get("attention_mask") is not None), rows, int(batch_hash is not None)]
     way = zlib.crc32(repr(sorted(choices.items())).encode())
-    numbers = (way, sizes, 0 if items is None else items, last, own)  # on the host and the device
+    numbers = (way, sizes, 0 if items is None else items, last, own)  # on the host and the device: one wait for all
     mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
-    return gather(mine, sp_group)
-
-
-def check_same_batch(
-    numbers: list[list[int]], sp_group: SequenceParallel, expected: str, choices: Mapping[str, str]
-) -> int:
-    """Returns the largest of all ranks' position_ids, from `gathered_numbers`.
-
-    Raises ValueError on every rank, naming what was `expected`, if the ranks hold batches of different shapes or shards
-    of different batches, if they have no position_ids, if all ranks hold the same tokens and nothing marks them as
-    shards, or if a module's way is not the same on all ranks.
-    """
-    ways, shapes = {way for way, *_ in numbers}, [shape for _, *shape, _, _ in numbers]
-    hashes = [number for *_, number in numbers]
-    _, _, _, rows, is_hashed, _ = shapes[0]
-    wrong = None
-    if len(ways) > 1:
+    numbers, *along = _on_host(gather(mine, sp_group), *along)
+    ways, *shapes, lasts, hashes = numbers.T.tolist()
+    shapes, wrong = [*zip(*shapes, strict=True)], None
+    if len(set(ways)) > 1:
         wrong = _differing(choices, sp_group)
         expected = "the same hooks, adapters and options on every rank of the group"
-    elif any(shape != shapes[0] for shape in shapes):
+    elif len(set(shapes)) > 1:
         wrong = f"the ranks of a group hold batches of different shapes, {_COMPARED} = {shapes}"
-    elif not rows:
+    elif position_ids is None:
         wrong = "no position_ids came with the tokens, and nothing else tells a shard from a whole sequence"
-    elif is_hashed and len(set(hashes)) > 1:
+    elif batch_hash is not None and len(set(hashes)) > 1:
         wrong = f"the ranks of a group hold shards of different batches, batch_hash = {hashes}"
-    elif not is_hashed and sp_group.size > 1 and len(set(hashes)) == 1:
+    elif batch_hash is None and sp_group.size > 1 and len(set(hashes)) == 1:
         wrong = "every rank of the group holds the same tokens at the same positions"
     if wrong is not None:
         raise ValueError(f"{wrong}; expected {expected}")
-    return max(last for *_, last, _ in numbers)
+    return max(lasts), *along
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    """Returns copies of tensors on the CPU, those with the widest elements first. One wait for the device."""
+    parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
+    copies = torch.cat(parts).cpu().split([len(part) for part in parts])
+    return [copy.view(each.dtype).view(each.shape) for copy, each in zip(copies, tensors, strict=True)]
 
 
 def _differing(choices: Mapping[str, str], sp_group: SequenceParallel) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from seqtile.sp.outside_masks import OUTSIDE
 from seqtile.sp.owners import Owners
 from seqtile.sp.prefixes import PrefixTree
 from seqtile.sp.recurrence import Recurrence, is_recurrence
-from seqtile.sp.same_batch import check_same_batch, gathered_numbers
+from seqtile.sp.same_batch import check_same_batch
 
 BATCH_HASH = "batch_hash"  # in a shard: the hash of its whole batch
 WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens before padding
@@ -68,31 +68,12 @@ class Forward:
     """The owners of the tokens of the batch in the text model."""
 
 
-class Batches(Protocol):
-    """What a model over ranks gets as batches."""
-
-    takes_whole: bool
-    """See `seqtile.protocols.ShardedSequences`."""
-    expected: str
-    """The expected batch, for error messages."""
-
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Returns the arguments for this rank's tokens, and sets the forward's layout."""
-
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Returns the output for the code around the model."""
-
-
 class ShardingHooks:
-    """The hooks on a model, its base model and their rotary embeddings."""
+    """The hooks on a model, its base model and their rotary embeddings. `kind`, `CutBatches` or `WholeBatches`, says
+    how this rank's tokens come into the model and out of it."""
 
     def __init__(
-        self,
-        given: PreTrainedModel,
-        model: PreTrainedModel,
-        sp_group: SequenceParallel,
-        layers: int,
-        batches: Callable[["ShardingHooks"], Batches],
+        self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int, kind: type
     ):
         self.given, self.model, self.sp_group = given, model, sp_group
         """The given model; the model whose forward is computed over ranks: the given one, or a part of it."""
@@ -107,7 +88,7 @@ class ShardingHooks:
         """What `remove` removes."""
         self.replaced: list[Recurrence | CompressedKeys] = []
         """The replaced functions of layers."""
-        self.batches = batches(self)
+        self.batches = kind(self)
         self._add_hooks()
         self._choose(model.config._attn_implementation)
 
@@ -235,15 +216,18 @@ class ShardingHooks:
         if positions is None and self.sp_group.size == 1:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         check_tokens(kwargs, *tokens.shape[:2])
-        choices = self.choices()
-        numbers = gathered_numbers(tokens, kwargs | {"position_ids": positions}, batch_hash, self.sp_group, choices)
-        last_position = check_same_batch(numbers.tolist(), self.sp_group, self.batches.expected, choices)
+        last_position, *_ = self.compare(tokens, kwargs | {"position_ids": positions}, batch_hash)
         documents = documents_at(document_edges(*gathered_positions(positions, mask, self.sp_group)), mask is not None)
         layout = Layout(self.sp_group, tokens.shape[1], documents, self.implementation)
         layout.position_ids, layout.has_mask = positions, mask is not None
         layout.whole_length, layout.last_position = whole_length, last_position
         check_lengths(kwargs, layout)
         return layout
+
+    def compare(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None, *along: Tensor) -> tuple:
+        """Compares the ranks' batches, unless they were compared in this forward, see `check_same_batch`."""
+        sp_group, choices = (ALONE, {}) if self.forward.is_compared else (self.sp_group, self.choices())
+        return check_same_batch(tokens, kwargs, batch_hash, sp_group, self.batches.expected, choices, *along)
 
     def choices(self) -> dict[str, str]:
         """Returns in which way each module computes that sends something else in another way."""

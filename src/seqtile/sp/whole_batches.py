@@ -18,13 +18,12 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME
 from seqtile.sp.backends import averages_padding, check_has_masks
-from seqtile.sp.groups import ALONE
 from seqtile.sp.images import DealtImages
 from seqtile.sp.layout import Layout, document_edges, documents_at
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, mask_recipe, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
-from seqtile.sp.same_batch import bits, check_same_batch, gathered_numbers, hash_of, on_host
+from seqtile.sp.same_batch import bits, hash_of
 from seqtile.sp.sharding_hooks import BATCH_HASH, Forward, ShardingHooks, check_lengths, check_tokens
 from seqtile.sp.shards import hash_of_tokens, sequence_dim, shards_of
 from seqtile.sp.token_shard import shared
@@ -146,12 +145,10 @@ class WholeBatches:
     def compare_batch(self) -> None:
         """Raises ValueError on every rank if the ranks of the group have different batches. Called before the first
         collective of a forward, once: one small collective and one wait for the device."""
-        forward, sharding = self.sharding.forward, self.sharding
+        forward = self.sharding.forward
         if not forward.is_compared:
             none = torch.zeros(1, 1, dtype=torch.int64, device=forward.batch_hash.device)
-            choices = sharding.choices()
-            numbers = gathered_numbers(none, {"position_ids": none}, forward.batch_hash, sharding.sp_group, choices)
-            check_same_batch(numbers.tolist(), sharding.sp_group, self.expected, choices)
+            self.sharding.compare(none, {"position_ids": none}, forward.batch_hash)
             forward.is_compared = True
 
     def _cut(self, batch: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Any], Layout]:
@@ -187,17 +184,13 @@ class WholeBatches:
         one wait for the device. Raises ValueError on every rank if they differ."""
         sharding, forward = self.sharding, self.sharding.forward
         tree, mask, local = forward.tree, batch.get("attention_mask"), -(-length // sharding.sp_group.size)
-        documents, last = ((), 0) if tree is None else ((tree.documents,), tree.last_position)
-        is_known = sharding.is_alone or forward.is_compared
-        if tree is None or not is_known:
-            edges = document_edges(batch["position_ids"], mask)
+        if tree is None or not (sharding.is_alone or forward.is_compared):
             batch_hash = hash_of_tokens(batch, rows, length) if forward.batch_hash is None else forward.batch_hash
-            sp_group, choices = (ALONE, {}) if is_known else (sharding.sp_group, sharding.choices())
             tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-            numbers, edges = on_host(gathered_numbers(tokens, batch, batch_hash, sp_group, choices), edges)
-            found = check_same_batch(numbers.tolist(), sp_group, self.expected, choices)
-            if tree is None:
-                documents, last = documents_at(edges, mask is not None), found
+            last, edges = sharding.compare(tokens, batch, batch_hash, document_edges(batch["position_ids"], mask))
+            documents = documents_at(edges, mask is not None)
+        if tree is not None:
+            documents, last = (tree.documents,), tree.last_position
         layout = Layout(sharding.sp_group, local, documents, sharding.implementation)
         layout.parents = () if tree is None else tree.parents
         layout.last_position, layout.has_mask = last, mask is not None

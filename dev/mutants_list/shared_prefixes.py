@@ -38,7 +38,7 @@ MUTANTS = (
     ),
     Attention(
         "prefixes: a window that is one too short",
-        "_seen",
+        "_within_reach",
         "keys[-1][1] - q0 + reach - 1, []",
         "keys[-1][1] - q0 + reach - 2, []",
         select="dense_mask or attention",
@@ -88,8 +88,8 @@ MUTANTS = (
     Shared(
         "prefixes: what a checkpoint computes again finds another attention",
         "ShardingHooks.forget",
-        "self.go_on(rest, self.at_rest)",
-        "self.go_on(rest, self.implementation)",
+        "attention=self.at_rest",
+        "attention=self.implementation",
         select="a_step or forwards",
     ),
     Shared(

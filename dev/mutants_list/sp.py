@@ -10,6 +10,7 @@ HEADS = ("sp/test_heads.py",)
 EXCHANGES = ("sp/test_all_to_all.py",)
 SDPA = ("sp/test_sdpa.py",)
 LAYOUT = ("sp/test_layout.py",)
+OWNERS = ("sp/test_owners.py",)
 OverRanks = partial(Mutant, tests=("sp/test_sequence_parallel.py",), dist=True)
 
 MUTANTS = (
@@ -168,6 +169,29 @@ MUTANTS = (
         "if True:",
         LAYOUT,
     ),
+    Mutant(
+        "owners: tokens in any order are one run",
+        "_index",
+        "index.equal(torch.arange(run.start, run.stop))",
+        "len(index) == run.stop - run.start",
+        OWNERS,
+    ),
+    Mutant(
+        "forward: a forward of another batch leaves what it knows",
+        "ShardingHooks.other_batch",
+        "self.run(running)",
+        "self.run(self.forward)",
+        LAYOUT,
+        select="another_batch",
+    ),
+    Mutant(
+        "same batch: documents are waited for besides",
+        "check_same_batch",
+        "numbers, *along = _on_host(gather(mine, sp_group), *along)",
+        "numbers, *along = (each.cpu() for each in (gather(mine, sp_group), *along))",
+        LAYOUT,
+        select="waited_for_once",
+    ),
     OverRanks(
         "loss: its gradient is not multiplied by the size of the group",
         "reduce_loss",
@@ -185,15 +209,15 @@ MUTANTS = (
     OverRanks(
         "same batch: shards of different batches are not refused",
         "check_same_batch",
-        "elif is_hashed and len(set(hashes)) > 1:",
-        "elif is_hashed and len(hashes) > 9:",
+        "elif batch_hash is not None and len(set(hashes)) > 1:",
+        "elif batch_hash is not None and len(hashes) > 9:",
         select="batches",
     ),
     OverRanks(
         "same batch: a forward that failed leaves its positions to the next",
         "ShardingHooks.forget",
-        "replace(self.forward, layout=None, ",
-        "replace(self.forward, ",
+        '{"layout": None, ',
+        "{",
         select="after_a_failure",
     ),
     OverRanks(

@@ -31,8 +31,8 @@ MUTANTS = (
     OverRanks(
         "whole: the weight of a projection is cut like tokens",
         "_by_token",
-        "mapped = args[:1] if function in _WITH_WEIGHTS else args",
-        "mapped = args",
+        "operands = args[:1] if function in _WITH_WEIGHTS else args",
+        "operands = args",
         select="own or classification",
     ),
     OverRanks(

@@ -221,7 +221,7 @@ class CutBatches:
         balances = kwargs.get("output_router_logits")
         if balances is None:
             balances = getattr(module.config.get_text_config(), "output_router_logits", False)
-        sharding.go_on(Forward(balance=Balance.of(module) if balances else None), NAME)
+        sharding.run(Forward(NAME, balance=Balance.of(module) if balances else None))
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if missing and sharding.sp_group.size > 1 and _is_labelled(kwargs):
             names = " and ".join(missing)
@@ -265,8 +265,8 @@ def _counted(router_logits: Tensor, layout: Layout, mask: Tensor | None) -> Tens
 
 
 class PartialLossFunction(torch.autograd.Function):
-    """Returns the loss of a shard unchanged. Its backward raises RuntimeError unless the gradient comes from a loss on
-    which `allow_backward` was called."""
+    """Returns the loss of a shard unchanged. Its backward raises RuntimeError unless the gradient comes from what
+    `reduce_loss` returned."""
 
     @staticmethod
     def forward(node, loss: Tensor, size: int) -> Tensor:
@@ -288,21 +288,6 @@ def _is_partial(node: Node) -> bool:
     return hasattr(node, "is_reduced")
 
 
-def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
-    """Returns `loss`, which must be scaled by the size of the group, and allows a backward through the partial losses
-    that it was computed from."""
-    if sp_group.size == 1 or not loss.requires_grad:
-        return loss
-    partials = list(filter(_is_partial, nodes_behind([loss.grad_fn], stops=_is_partial)))
-
-    def mark_reduced(d_loss: Tensor) -> None:
-        for node in partials:
-            node.is_reduced = True
-
-    loss.register_hook(mark_reduced)
-    return loss
-
-
 def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns the group's loss, on every rank, from the ranks' partial losses. One all-reduce.
 
@@ -319,7 +304,15 @@ def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     reduced = loss * ctx.size  # for the gradient; the value is the sum of the ranks' losses
     with torch.no_grad():
         dist.all_reduce(reduced.copy_(loss), group=ctx.group)
-    return allow_backward(reduced, ctx)
+    if ctx.size > 1 and reduced.requires_grad:
+        partials = list(filter(_is_partial, nodes_behind([reduced.grad_fn], stops=_is_partial)))
+
+        def mark_reduced(d_loss: Tensor) -> None:
+            for node in partials:
+                node.is_reduced = True
+
+        reduced.register_hook(mark_reduced)
+    return reduced
 
 
 class Balance(NamedTuple):

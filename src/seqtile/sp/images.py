@@ -90,13 +90,13 @@ class DealtImages:
     def __init__(self, batches: "WholeBatches"):
         self.batches, self.sharding = batches, batches.sharding
         self.is_encoding = False
-        for module in self.sharding.given.modules():
+        for module in self.sharding.outer.modules():
             for name in _FUNCTIONS:
                 if hasattr(type(module), name) and name not in vars(module):
                     setattr(module, name, partial(self, module, name))
 
     def remove(self) -> None:
-        for module in self.sharding.given.modules():
+        for module in self.sharding.outer.modules():
             for name in _FUNCTIONS:
                 if getattr(vars(module).get(name), "func", None) is self:
                     delattr(module, name)

@@ -48,8 +48,6 @@ class Layout:
         """True if the batch has an attention mask, which tells padding."""
         self.whole_length: Tensor | int | None = None
         """Tokens of a sequence before padding, if it was padded to be cut."""
-        self.last_position = 0
-        """The largest position_id of all ranks."""
         self._made: dict[Any, Any] = {}  # see `once`
 
     @property

@@ -26,8 +26,8 @@ class Owners:
     def __init__(self, places: Tensor, most: int, sp_group: SequenceParallel, is_shared: bool = True):
         self.places, self.most, self.sp_group, self.is_shared = places, most, sp_group, is_shared
         self.shape = places.shape
-        self._on: dict[torch.device, tuple[Index, Index, Index]] = {}
         self._by_token: Owners | None = None
+        self._on: dict[torch.device, tuple[Index, Index, Index]] = {}
 
     @classmethod
     def of_ranks(cls, ranks: Tensor, sp_group: SequenceParallel) -> "Owners":
@@ -58,10 +58,6 @@ class Owners:
             return self
         self._by_token = self._by_token or Owners.of_ranks(self.ranks, self.sp_group)
         return self._by_token
-
-    def flat(self) -> "Owners":
-        """Returns the owners of the same tokens in one dimension."""
-        return Owners(self.places.flatten(), self.most, self.sp_group, self.is_shared)
 
     def on(self, device: torch.device) -> tuple[Index, Index, Index]:
         """Returns indices on a device: the places of all flattened tokens, this rank's tokens among these, and their

@@ -30,7 +30,6 @@ from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import ALONE, SequenceParallel, add_up
 from seqtile.sp.layout import LAYOUT, Layout, document_edges, documents_at, gathered_positions
-from seqtile.sp.outside_masks import OUTSIDE
 from seqtile.sp.owners import Owners
 from seqtile.sp.prefixes import PrefixTree
 from seqtile.sp.recurrence import Recurrence, is_recurrence
@@ -44,8 +43,11 @@ WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens be
 class Forward:
     """What is known of the running forward; between two forwards an empty one."""
 
+    attention: str
+    """The name of the model's attention: `NAME` over ranks, the model's own in a forward that is bypassed, `OUTSIDE` in
+    code around a text model that gets whole batches, and `ShardingHooks.at_rest` between two forwards."""
     last_position: int = 0
-    """The last position of whole sequences in the forward of the base model; stays for a recomputation."""
+    """The largest position_id of all ranks; stays for a recomputation."""
     layout: Layout | None = None
     """The layout of the batch in the model that is computed over ranks."""
     is_bypassed: bool = False
@@ -53,13 +55,13 @@ class Forward:
     balance: Any = None
     """The `Balance` of experts of a cut batch, if it is wanted."""
     has_gradient: bool = False
-    """True if the given model got tensors that require a gradient: no prefix is shared."""
+    """True if the outer model got tensors that require a gradient: no prefix is shared."""
     batch_hash: Tensor | None = None
-    """The hash of all tensors that the given model got."""
+    """The hash of all tensors that the outer model got."""
     position_ids: Tensor | None = None
-    """Those that the given model got; not every model passes them on."""
+    """Those that the outer model got; not every model passes them on."""
     calls: int = 0
-    """How often the given model has called the text model."""
+    """How often the outer model has called the text model."""
     is_compared: bool = False
     """True if the ranks of the group are known to have the same batch."""
     tree: PrefixTree | None = None
@@ -73,37 +75,37 @@ class ShardingHooks:
     how this rank's tokens come into the model and out of it."""
 
     def __init__(
-        self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int, kind: type
+        self, outer: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int, kind: type
     ):
-        self.given, self.model, self.sp_group = given, model, sp_group
-        """The given model; the model whose forward is computed over ranks: the given one, or a part of it."""
+        self.outer, self.model, self.sp_group = outer, model, sp_group
+        """The model that users call; the model whose forward is computed over ranks: the same, or a part of it."""
         self.layers = layers
         """The number of modules that mix tokens."""
         self.min_tokens: int | None = None
         """The shortest prefix that rows share and that is computed once; None: each row is computed by itself."""
         self.last_batch: tuple[int, int, str | None] = 0, 0, None
         """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
-        self.forward = Forward()
+        self.forward = Forward(model.config._attn_implementation)
         self.handles: list[Any] = []
         """What `remove` removes."""
         self.replaced: list[Recurrence | CompressedKeys] = []
         """The replaced functions of layers."""
         self.batches = kind(self)
         self._add_hooks()
-        self._choose(model.config._attn_implementation)
+        self._choose(self.forward.attention)
 
     def _add_hooks(self) -> None:
-        model, base, unless_bypassed = self.model, self.model.base_model, partial(partial, self._unless_bypassed)
-        for module in self.given.modules():
+        model, base, unless_bypassed = self.model, self.model.base_model, self._unless_bypassed
+        for module in self.outer.modules():
             if base in module.modules():  # it may be called by itself
                 setattr(module, SHARDED, self)
-        # `leave` comes before other hooks of the model, which then get tokens of whole batches.
-        leave, is_first = unless_bypassed(self.batches.leave), self.takes_whole
+        # Other hooks of the model come after `leave`: they get tokens of whole batches.
+        leave, is_first = partial(unless_bypassed, self.batches.leave), self.takes_whole
         self.handles += [
             model.register_forward_pre_hook(self.batches.enter, with_kwargs=True),
             model.register_forward_hook(leave, with_kwargs=True, prepend=is_first),
             model.register_forward_hook(self.forget, always_call=True),
-            base.register_forward_pre_hook(unless_bypassed(self.add_layout), with_kwargs=True),
+            base.register_forward_pre_hook(partial(unless_bypassed, self.add_layout), with_kwargs=True),
             base.register_forward_hook(self.check_layers, with_kwargs=True),
         ]
         for module in model.modules():
@@ -115,7 +117,9 @@ class ShardingHooks:
                 self.replaced.append(module.expand_kv)
             kinds = str(getattr(module, "rope_type", ""))  # a name, or one per type of layer
             if "dynamic" in kinds or "longrope" in kinds:
-                before, after = unless_bypassed(self.add_last_position), unless_bypassed(self.drop_last_position)
+                before, after = (
+                    partial(unless_bypassed, hook) for hook in (self.add_last_position, self.drop_last_position)
+                )
                 self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self.handles.append(module.register_forward_hook(after))
 
@@ -142,25 +146,20 @@ class ShardingHooks:
             AttentionInterface.register(self.at_rest, UlyssesFunction(fallback=implementation))
             if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
                 AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
-        self.use_attention(self.at_rest)
-
-    def use_attention(self, name: str) -> None:
-        """Makes the model call the attention that is registered under this name."""
-        self.model.config._attn_implementation = name
+        self.run(replace(self.forward, attention=self.at_rest))
 
     def take_chosen_attention(self) -> None:
-        """Takes the attention that `set_attn_implementation` chose between two forwards."""
-        if (chosen := self.model.config._attn_implementation) not in (NAME, OUTSIDE, self.at_rest):
+        """Takes the attention that `set_attn_implementation` chose since the last forward."""
+        if (chosen := self.model.config._attn_implementation) != self.forward.attention:
             self._choose(chosen)
 
     def bypass(self) -> None:
         """Makes the model run this forward as it is."""
-        self.go_on(replace(self.forward, is_bypassed=True), self.implementation)
+        self.run(replace(self.forward, is_bypassed=True, attention=self.implementation))
 
-    def go_on(self, forward: Forward, attention: str) -> None:
-        """Makes the model's layers go on with this forward and attention."""
-        self.forward = forward
-        self.use_attention(attention)
+    def run(self, forward: Forward) -> None:
+        """Makes the model's layers run this forward."""
+        self.forward, self.model.config._attn_implementation = forward, forward.attention
         for each in self.replaced:
             each.is_bypassed = forward.is_bypassed
 
@@ -169,13 +168,13 @@ class ShardingHooks:
         self.take_chosen_attention()
         for handle in self.handles:
             handle.remove()
-        for module in self.given.modules():
+        for module in self.outer.modules():
             vars(module).pop(SHARDED, None)
         for module in self.model.modules():
             for name, kind in (("forward", Recurrence), ("expand_kv", CompressedKeys)):
                 if isinstance(vars(module).get(name), kind):
                     delattr(module, name)
-        self.use_attention(self.implementation)
+        self.model.config._attn_implementation = self.implementation
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
@@ -191,13 +190,13 @@ class ShardingHooks:
     @contextmanager
     def other_batch(self, before: Callable[[], None]) -> Iterator[None]:
         """See `seqtile.protocols.ShardedSequences`."""
-        running = self.forward, self.model.config._attn_implementation  # which may be about to make masks
-        self.forward = Forward(is_bypassed=self.forward.is_bypassed)
+        running = self.forward
+        self.forward = Forward(running.attention, is_bypassed=running.is_bypassed)
         try:
             with exchanged([(vars(self.sp_group), "before", before)]):
                 yield
         finally:
-            self.go_on(*running)
+            self.run(running)
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """See `seqtile.protocols.ShardedSequences`."""
@@ -216,11 +215,10 @@ class ShardingHooks:
         if positions is None and self.sp_group.size == 1:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         check_tokens(kwargs, *tokens.shape[:2])
-        last_position, *_ = self.compare(tokens, kwargs | {"position_ids": positions}, batch_hash)
+        self.forward.last_position, *_ = self.compare(tokens, kwargs | {"position_ids": positions}, batch_hash)
         documents = documents_at(document_edges(*gathered_positions(positions, mask, self.sp_group)), mask is not None)
         layout = Layout(self.sp_group, tokens.shape[1], documents, self.implementation)
-        layout.position_ids, layout.has_mask = positions, mask is not None
-        layout.whole_length, layout.last_position = whole_length, last_position
+        layout.position_ids, layout.whole_length, layout.has_mask = positions, whole_length, mask is not None
         check_lengths(kwargs, layout)
         return layout
 
@@ -244,7 +242,6 @@ class ShardingHooks:
         layout = self.forward.layout
         if layout is None or layout.attended:  # called by itself, or again
             layout = self.layout_of_shards(args, kwargs)
-        self.forward.last_position = layout.last_position
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # describe whole sequences
@@ -268,8 +265,8 @@ class ShardingHooks:
 
     def forget(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Drops the batch of the model over ranks when its forward ends."""
-        rest = replace(self.forward, layout=None, is_bypassed=False, balance=None, tree=None, owners=None)
-        self.go_on(rest, self.at_rest)
+        known = {"layout": None, "balance": None, "tree": None, "owners": None}
+        self.run(replace(self.forward, attention=self.at_rest, is_bypassed=False, **known))
 
 
 def check_tokens(kwargs: dict[str, Any], batch: int, local: int, expected: str = "this rank's shard of it") -> None:

@@ -8,6 +8,7 @@
 A forward with a cache, as in `generate`, runs whole on every rank.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,28 +57,27 @@ class WholeBatches:
     def __init__(self, sharding: ShardingHooks):
         self.sharding = sharding
         AttentionMaskInterface.register(OUTSIDE, mask_recipe)
-        if (given := sharding.given) is not sharding.model:
-            sharding.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
-            sharding.handles.append(given.register_forward_hook(self.end, always_call=True))
+        if (outer := sharding.outer) is not sharding.model:
+            sharding.handles.append(outer.register_forward_pre_hook(self.begin, with_kwargs=True))
+            sharding.handles.append(outer.register_forward_hook(self.end, always_call=True))
             if not sharding.is_alone:
                 sharding.handles.append(DealtImages(self))
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""
-        sharding, forward = self.sharding, Forward()
+        """Hashes the outer model's batch. From now on masks are recorded as recipes instead of made."""
+        sharding = self.sharding
         sharding.take_chosen_attention()
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
+        forward = Forward(sharding.at_rest if sharding.is_alone else OUTSIDE, position_ids=kwargs.get("position_ids"))
         forward.has_gradient = any(tensor.requires_grad for tensor in tensors)
-        forward.position_ids = kwargs.get("position_ids")
-        sharding.go_on(forward, sharding.at_rest)
+        sharding.run(forward)
         if cache_in(kwargs) is not None:
             sharding.bypass()
         elif not sharding.is_alone:
             forward.batch_hash = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)})
-            sharding.use_attention(OUTSIDE)
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.sharding.go_on(Forward(self.sharding.forward.last_position), self.sharding.at_rest)
+        self.sharding.run(Forward(self.sharding.at_rest, last_position=self.sharding.forward.last_position))
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
@@ -97,15 +97,14 @@ class WholeBatches:
         if sharding.is_alone and tree is None:
             sharding.bypass()
             return args, kwargs
-        forward.calls, forward.tree, forward.is_bypassed = forward.calls + 1, tree, False
-        sharding.go_on(forward, NAME)
+        sharding.run(replace(forward, attention=NAME, is_bypassed=False, calls=forward.calls + 1, tree=tree))
         shard, layout = self._cut(batch, tokens)
         window = getattr(sharding.model.config, "sliding_window", None)
         layout.is_masked_outside = any(recipes)
         layout.spans = tuple(spans_of(recipe, window) if recipe else () for recipe in recipes)
         if (rows := max(map(len, layout.spans))) and len(layout.documents) == 1:
             layout.documents = layout.documents * rows  # the same for each row
-        forward.layout = layout
+        sharding.forward.layout = layout
         return (), shard
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -187,18 +186,20 @@ class WholeBatches:
         if tree is None or not (sharding.is_alone or forward.is_compared):
             batch_hash = hash_of_tokens(batch, rows, length) if forward.batch_hash is None else forward.batch_hash
             tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-            last, edges = sharding.compare(tokens, batch, batch_hash, document_edges(batch["position_ids"], mask))
-            documents = documents_at(edges, mask is not None)
+            edges = document_edges(batch["position_ids"], mask)
+            forward.last_position, edges = sharding.compare(tokens, batch, batch_hash, edges)
         if tree is not None:
-            documents, last = (tree.documents,), tree.last_position
-        layout = Layout(sharding.sp_group, local, documents, sharding.implementation)
-        layout.parents = () if tree is None else tree.parents
-        layout.last_position, layout.has_mask = last, mask is not None
-        if layout.length > length and tree is None:
+            forward.last_position = tree.last_position
+            layout = Layout(sharding.sp_group, local, (tree.documents,), sharding.implementation)
+            layout.parents = tree.parents
+            return layout
+        layout = Layout(sharding.sp_group, local, documents_at(edges, mask is not None), sharding.implementation)
+        layout.has_mask = mask is not None
+        check_lengths(batch, layout)
+        if layout.length > length:
             layout.whole_length = length
             if mask is None:  # padding is a document of its own
-                layout.documents = tuple((*row, (length, layout.length)) for row in documents)
-        check_lengths(batch, layout)
+                layout.documents = tuple((*row, (length, layout.length)) for row in layout.documents)
         return layout
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -213,7 +214,7 @@ class WholeBatches:
         if value.dim() < 2:
             return value
         if value.shape[0] == rows * local and value.dim() == 2:  # a router's logits
-            value, owners = value.view(rows, local, -1), owners.flat()
+            value, owners = value.view(rows, local, -1), owners.viewed(lambda tokens: tokens.flatten(0, 1))[0]
         if tuple(value.shape[:2]) != (rows, local):
             return value
         own = max(0, min(local, length - sp_group.rank * local))

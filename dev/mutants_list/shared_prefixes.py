@@ -87,9 +87,9 @@ MUTANTS = (
     ),
     Shared(
         "prefixes: what a checkpoint computes again finds another attention",
-        "ShardingHooks.forget",
-        "attention=self.at_rest",
-        "attention=self.implementation",
+        "WholeBatches.end",
+        "Forward(self.sharding.at_rest,",
+        "Forward(self.sharding.implementation,",
         select="a_step or forwards",
     ),
     Shared(

@@ -32,9 +32,9 @@ import seqtile  # noqa: E402
 from kernels.ahead import launches  # noqa: E402
 from seqtile.kernels import dispatch  # noqa: E402
 from seqtile.ops.linear import LowRank, WeightGrad  # noqa: E402
-from seqtile.sp.all_to_all import Rows, count, rank_heads, width  # noqa: E402
 from seqtile.sp.backends import LocalAttention, attend  # noqa: E402
 from seqtile.sp.groups import ALONE  # noqa: E402
+from seqtile.sp.heads import Rows, count, rank_heads, width  # noqa: E402
 from seqtile.sp.layout import Layout  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

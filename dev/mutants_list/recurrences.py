@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         "latent: compressed where that is more",
         "CompressedKeys.is_chosen",
-        "not self.is_whole and compressed < by_heads and plain",
-        "not self.is_whole and plain",
+        "not self.is_bypassed and compressed < by_heads and plain",
+        "not self.is_bypassed and plain",
         LATENT,
     ),
     Family(

@@ -38,7 +38,7 @@ MUTANTS = (
     ),
     Attention(
         "prefixes: a window that is one too short",
-        "_seen",
+        "_within_reach",
         "keys[-1][1] - q0 + reach - 1, []",
         "keys[-1][1] - q0 + reach - 2, []",
         select="dense_mask or attention",
@@ -81,15 +81,15 @@ MUTANTS = (
     Shared(
         "prefixes: rows that want a gradient each are shared",
         "WholeBatches._tree",
-        "elif self.has_gradient or (",
+        "elif sharding.forward.has_gradient or (",
         "elif (",
         select="want_a_gradient",
     ),
     Shared(
         "prefixes: what a checkpoint computes again finds another attention",
-        "WholeBatches._rest",
-        "self.model.config._attn_implementation = self.at_rest",
-        "self.model.config._attn_implementation = self.implementation",
+        "WholeBatches.end",
+        "Forward(self.sharding.at_rest,",
+        "Forward(self.sharding.implementation,",
         select="a_step or forwards",
     ),
     Shared(

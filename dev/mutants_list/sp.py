@@ -10,6 +10,7 @@ HEADS = ("sp/test_heads.py",)
 EXCHANGES = ("sp/test_all_to_all.py",)
 SDPA = ("sp/test_sdpa.py",)
 LAYOUT = ("sp/test_layout.py",)
+OWNERS = ("sp/test_owners.py",)
 OverRanks = partial(Mutant, tests=("sp/test_sequence_parallel.py",), dist=True)
 
 MUTANTS = (
@@ -65,16 +66,16 @@ MUTANTS = (
     ),
     Mutant(
         "documents: positions that leave some out do not part them",
-        "documents_of",
+        "edges_of",
         "follows = (positions[:, 1:] == positions[:, :-1] + 1)",
         "follows = (positions[:, 1:] > positions[:, :-1])",
         DOCUMENTS,
     ),
     Mutant(
         "documents: a mask with a hole is not refused",
-        "layout_of",
-        "if mask is not None and any(len(row) > 1 for row in rows):",
-        "if mask is not None and any(len(row) > 9 for row in rows):",
+        "documents_at",
+        "if has_mask and any(len(row) > 1 for row in rows):",
+        "if has_mask and any(len(row) > 9 for row in rows):",
         DOCUMENTS,
     ),
     Mutant(
@@ -156,9 +157,9 @@ MUTANTS = (
     ),
     Mutant(
         "documents: each row is waited for",
-        "documents_of",
-        "torch.stack([begins, ends], 1).cpu()]",
-        "torch.stack([begins, ends], 1)]",
+        "rows_between",
+        "for row in edges.cpu()]",
+        "for row in edges]",
         LAYOUT,
     ),
     Mutant(
@@ -167,6 +168,29 @@ MUTANTS = (
         "if key not in self._made:",
         "if True:",
         LAYOUT,
+    ),
+    Mutant(
+        "owners: tokens in any order are one run",
+        "_index",
+        "index.equal(torch.arange(run.start, run.stop))",
+        "len(index) == run.stop - run.start",
+        OWNERS,
+    ),
+    Mutant(
+        "forward: a forward of another batch leaves what it knows",
+        "ShardingHooks.other_batch",
+        "self.run(running)",
+        "self.run(self.forward)",
+        LAYOUT,
+        select="another_batch",
+    ),
+    Mutant(
+        "same batch: documents are waited for besides",
+        "check_same_batch",
+        "numbers, *along = _on_host(gather(mine, sp_group), *along)",
+        "numbers, *along = (each.cpu() for each in (gather(mine, sp_group), *along))",
+        LAYOUT,
+        select="waited_for_once",
     ),
     OverRanks(
         "loss: its gradient is not multiplied by the size of the group",
@@ -191,9 +215,9 @@ MUTANTS = (
     ),
     OverRanks(
         "same batch: a forward that failed leaves its positions to the next",
-        "ShardingHooks.forget_layout",
-        "        self.layout = None\n",
-        "        pass\n",
+        "ShardingHooks.forget",
+        '{"layout": None, ',
+        "{",
         select="after_a_failure",
     ),
     OverRanks(

@@ -1,6 +1,7 @@
 """A cache by each name that forwards have for it: `cache` from transformers 5.24 on, and the earlier ones."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from seqtile.models.placement import Options
 from seqtile.proof import first_step
 from seqtile.renamed import CACHE_NAMES, cache_in
 from seqtile.sp import sharding_hooks, whole_batches
+from seqtile.sp.groups import ALONE
 from support.tiny import build, tiled_copy
 
 by_each_name = pytest.mark.parametrize("name", CACHE_NAMES)
@@ -30,8 +32,8 @@ def test_a_cache_is_not_cut_sharded_or_compared(name: str) -> None:
         assert whole_batches._row_by_row(given, is_alone) == "a cache was given"
         assert whole_batches._row_by_row({name: None}, is_alone) is None
     with pytest.raises(ValueError, match="a cache is not sharded over ranks"):
-        sharding_hooks._check_shard(given, 1, 4)
-    sharding_hooks._check_shard({name: None}, 1, 4)
+        sharding_hooks.check_tokens(given, 1, 4)
+    sharding_hooks.check_tokens({name: None}, 1, 4)
     assert first_step._not_comparable(build("llama"), LlamaForCausalLM.forward, [], given) == "it was given a cache"
 
 
@@ -39,20 +41,11 @@ def test_a_cache_is_not_cut_sharded_or_compared(name: str) -> None:
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_forward_given_a_cache_records_no_masks(name: str, is_alone: bool) -> None:
     """Its whole batch runs as it is: no mask is replaced by a recipe, which nobody would read."""
-
-    class Hooks(whole_batches.WholeBatches):
-        def __init__(self) -> None:  # without a model whose forwards it would hook
-            self.is_alone, self.whole = is_alone, []
-
-        def take_chosen_attention(self) -> None:  # of that model
-            pass
-
-        def _run_whole(self, whole: bool) -> None:
-            self.whole.append(whole)
-
-    hooks = Hooks()
-    hooks.begin(torch.nn.Module(), (), {"input_ids": torch.zeros(1, 4), name: DynamicCache()})
-    assert hooks.whole == [True]
+    model = build("llama")
+    ctx = ALONE if is_alone else replace(ALONE, size=2)
+    hooks = sharding_hooks.ShardingHooks(model, model.model, ctx, 2, whole_batches.WholeBatches)
+    hooks.batches.begin(model, (), {"input_ids": torch.zeros(1, 4), name: DynamicCache()})
+    assert hooks.forward.is_bypassed and model.config._attn_implementation == "sdpa"
 
 
 @by_each_name

@@ -10,8 +10,8 @@ from torch.nn.attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from seqtile.sp.all_to_all import RankHeads, Rows
 from seqtile.sp.backends import LocalAttention
+from seqtile.sp.heads import RankHeads, Rows
 from seqtile.sp.layout import Layout
 
 OWN = {"of booleans": sdpa_mask, "of addends": eager_mask, "of squares": None}

@@ -129,7 +129,9 @@ def watched(case: Case, model: nn.Module, batch: Batch) -> tuple[Step, dict[str,
     finally:
         gc.enable()
     plain = (int, bool, str, tuple, type(None))
-    state = {name: value for name, value in vars(vars(model)[SHARDED]).items() if isinstance(value, plain)}
+    sharding = vars(model)[SHARDED]
+    every = vars(sharding) | vars(sharding.forward)
+    state = {name: value for name, value in every.items() if isinstance(value, plain)}
     return found, state | {"attention": model.config.get_text_config()._attn_implementation}
 
 

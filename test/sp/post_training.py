@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import seqtile
 from seqtile import sp
-from seqtile.sp.data import parts_of
+from seqtile.sp.cut import parts_of
 from sp.over_ranks import assert_same_step, by_first_rank, context
 from sp.whole import by_one
 from support.tiny import VOCAB, build

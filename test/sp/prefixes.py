@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import seqtile
 from seqtile import sp
 from seqtile.protocols import SHARDED
-from seqtile.sp.all_to_all import Rows
+from seqtile.sp.heads import Rows
 from seqtile.sp.prefixes import PrefixTree
 from sp import recurrences
 from sp.attentions import install

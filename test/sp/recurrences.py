@@ -18,7 +18,7 @@ from transformers.integrations import hub_kernels
 
 import seqtile
 from seqtile import sp
-from seqtile.sp.all_to_all import rank_heads, width
+from seqtile.sp.heads import rank_heads, width
 from seqtile.sp.layout import Layout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install

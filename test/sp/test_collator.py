@@ -9,18 +9,18 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from seqtile import apply_seqtile, sp
-from seqtile.sp import data
+from seqtile.sp import cut, shards
 from support.tiny import batch_of, build
 
 
-def shards(batch: dict, size: int) -> list[dict]:
+def cut_over(batch: dict, size: int) -> list[dict]:
     return [sp.shard(dict(batch), SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
 
 
 def test_labels_are_shifted_before_the_cut() -> None:
     """The example of Arctic Long Sequence Training, 4.3."""
     ids = torch.arange(1, 9)[None]
-    first, second = shards({"input_ids": ids, "labels": ids}, 2)
+    first, second = cut_over({"input_ids": ids, "labels": ids}, 2)
     assert first["shift_labels"].tolist() == [[2, 3, 4, 5]] and second["shift_labels"].tolist() == [[6, 7, 8, -100]]
     assert first["labels"].tolist() == [[1, 2, 3, 4]] and second["position_ids"].tolist() == [[4, 5, 6, 7]]
     assert first["num_items_in_batch"] == second["num_items_in_batch"] == 7
@@ -34,7 +34,7 @@ def test_every_token_once(size: int) -> None:
     batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), "token_type_ids": kinds}
     batch["position_ids"] = torch.randint(0, 9, (3, 2, 10))  # multimodal rotary embeddings
     batch |= {"inputs_weights": torch.randn(2, 10, 5), "pixel_values": torch.randn(7, 3, 4), "names": ["a", "b"]}
-    parts, missing = shards(batch, size), -10 % size
+    parts, missing = cut_over(batch, size), -10 % size
     for name, value in batch.items():
         if name in ("pixel_values", "names"):
             assert all(part[name] is value for part in parts)
@@ -46,12 +46,12 @@ def test_every_token_once(size: int) -> None:
 
 
 def test_a_batch_is_padded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, padded, function = batch_of(2, 10), [], data._padded
-    expected = shards(batch, 3)
-    monkeypatch.setattr(data, "_padded", lambda name, *rest: (padded.append(name), function(name, *rest))[1])
-    parts = data.parts_of(batch, range(3), 3)
+    batch, padded, function = batch_of(2, 10), [], shards._padded
+    expected = cut_over(batch, 3)
+    monkeypatch.setattr(shards, "_padded", lambda name, *rest: (padded.append(name), function(name, *rest))[1])
+    found = cut.parts_of(batch, range(3), 3)
     assert sorted(padded) == ["attention_mask", "input_ids", "labels", "position_ids", "shift_labels"]
-    for part, other in zip(parts, expected, strict=True):
+    for part, other in zip(found, expected, strict=True):
         assert part.keys() == other.keys()
         assert all(torch.as_tensor(value).equal(torch.as_tensor(other[name])) for name, value in part.items())
         assert all(x.untyped_storage().nbytes() == x.nbytes for name, x in part.items() if name in padded)
@@ -72,9 +72,9 @@ def test_a_batch_has_its_hash() -> None:
     ids = torch.randperm(1000)[:40].view(2, 20)
     batch = {"input_ids": ids, "labels": ids.clone(), "weights": torch.randn(2, 20)}
     batch["position_ids"] = torch.arange(20)[None]
-    parts = [part for size in (1, 2, 3) for part in shards(batch, size)]
+    parts = [part for size in (1, 2, 3) for part in cut_over(batch, size)]
     found = {int(part["batch_hash"]) for part in parts}
-    assert len(found) == 1 and {int(part["batch_hash"]) for part in shards(batch | {"weights": ids / 3}, 2)} == found
+    assert len(found) == 1 and {int(part["batch_hash"]) for part in cut_over(batch | {"weights": ids / 3}, 2)} == found
     file = io.BytesIO()
     torch.save(parts[0], file)
     file.seek(0)
@@ -82,7 +82,7 @@ def test_a_batch_has_its_hash() -> None:
     for name in ("input_ids", "labels", "position_ids"):
         row = batch[name].flatten()
         for other in (row.flip(0), row + 1, row.index_fill(0, torch.tensor(7), -100), row[torch.randperm(len(row))]):
-            found.add(int(shards(batch | {name: other.view_as(batch[name])}, 2)[0]["batch_hash"]))
+            found.add(int(cut_over(batch | {name: other.view_as(batch[name])}, 2)[0]["batch_hash"]))
     assert len(found) == 1 + 3 * 4
 
 
@@ -92,7 +92,7 @@ def test_a_model_that_is_not_spread_takes_the_batch_too(implementation: str, til
     model = build("llama", num_key_value_heads=4, attn_implementation=implementation)
     batch = batch_of(1, 40)
     del batch["attention_mask"]
-    shard = shards(batch, 1)[0]
+    shard = cut_over(batch, 1)[0]
     expected = model(**{name: value for name, value in shard.items() if name != "batch_hash"}).loss
     if tiled:
         apply_seqtile(model, chunk_tokens=15, layer=True, head_groups=2)
@@ -101,7 +101,7 @@ def test_a_model_that_is_not_spread_takes_the_batch_too(implementation: str, til
 
 def test_a_batch_without_tokens() -> None:
     with pytest.raises(ValueError, match="the batch has labels, expected input_ids or inputs_embeds in it"):
-        shards({"labels": torch.ones(1, 4)}, 2)
+        cut_over({"labels": torch.ones(1, 4)}, 2)
 
 
 def test_a_collator_goes_to_workers() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqtile.sp import segments
-from seqtile.sp.all_to_all import RankHeads, Rows, rank_heads
 from seqtile.sp.backends import attend, block_mask, check
-from seqtile.sp.layout import documents_of, layout_of
+from seqtile.sp.heads import RankHeads, Rows, rank_heads
+from seqtile.sp.layout import document_edges, documents_at, edges_of, gathered_positions, rows_between
 from seqtile.sp.segments import Block, blocks, segments_of
 from sp.attentions import INSTALLED, asked, dense, install
 from sp.prefixes import path_mask
@@ -165,8 +165,9 @@ def test_documents_of_positions() -> None:
     positions = torch.tensor([7, 8, 0, 1, 2, 0, 0, 1, 1, 2])
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
     rows = torch.stack([valid, torch.zeros(10, dtype=torch.bool)])
-    assert documents_of(positions.expand(2, -1), rows) == (((0, 2), (2, 5), (5, 6), (6, 7), (8, 9)), ())
-    assert documents_of(torch.tensor([[0, 1, 3, 4, 5]]), torch.ones(1, 5, dtype=torch.bool)) == (((0, 2), (2, 5)),)
+    assert rows_between(edges_of(positions.expand(2, -1), rows)) == (((0, 2), (2, 5), (5, 6), (6, 7), (8, 9)), ())
+    edges = edges_of(torch.tensor([[0, 1, 3, 4, 5]]), torch.ones(1, 5, dtype=torch.bool))
+    assert rows_between(edges) == (((0, 2), (2, 5)),)
 
 
 def one_rank(values: Tensor, ctx: object) -> list[Tensor]:
@@ -177,19 +178,23 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are determined by positions without a mask (with several axes, the text's); a mask applies to whole
     rows."""
     monkeypatch.setattr("seqtile.sp.layout.gather", one_rank)
-    ctx = SimpleNamespace(rank=0, size=1)
+
+    def found(positions: Tensor, mask: Tensor | None = None) -> tuple[Rows, ...]:
+        whole, of_shards = (positions, mask), gathered_positions(positions, mask, SimpleNamespace(rank=0))
+        found, gathered = (documents_at(document_edges(*each), mask is not None) for each in (whole, of_shards))
+        assert found == gathered
+        return found
+
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     axes = torch.tensor([[0, 1, 1, 1, 2, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 9]])[:, None]
     left, right = torch.tensor([0, 0, 1, 1, 1, 1, 1]), torch.tensor([1, 1, 1, 1, 1, 0, 0])
-    assert layout_of(7, packed, None, ctx, "sdpa").documents == (((0, 3), (3, 7)),)
-    layout = layout_of(7, axes, None, ctx, "sdpa")
-    assert layout.documents == (((0, 7),),)
-    assert layout_of(7, torch.cat([packed[None], axes]), None, ctx, "sdpa").documents == (((0, 3), (3, 7)),)
-    rows = layout_of(7, torch.arange(7)[None], torch.stack([left, right]), ctx, "sdpa").documents
-    assert rows == (((2, 7),), ((0, 5),))
+    assert found(packed) == (((0, 3), (3, 7)),)
+    assert found(axes) == (((0, 7),),)
+    assert found(torch.cat([packed[None], axes])) == (((0, 3), (3, 7)),)
+    assert found(torch.arange(7)[None], torch.stack([left, right])) == (((2, 7),), ((0, 5),))
     for positions, mask in ((torch.arange(7)[None], torch.tensor([[1, 1, 0, 1, 1, 1, 1]])), (packed, right[None])):
         with pytest.raises(ValueError, match="has a hole, or position_ids restart under it"):
-            layout_of(7, positions, mask, ctx, "sdpa")
+            found(positions, mask)
 
 
 @pytest.mark.full("of 24 cases", but=every_pair)

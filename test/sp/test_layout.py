@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from seqtile import sp
-from seqtile.sp import all_to_all, attention, backends, layout, segments
+from seqtile.protocols import SHARDED
+from seqtile.sp import all_to_all, attention, backends, same_batch, segments
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import Layout, bits, documents_of, hash_of, mixed, token_hashes
+from seqtile.sp.layout import Layout, edges_of, rows_between
+from seqtile.sp.same_batch import bits, hash_of, mixed, token_hashes
 from sp import recurrences
 from sp.cases import batch_of_kind
 from sp.on_device import OnDevice
@@ -49,21 +51,21 @@ def test_ranks_on_one_device(said: str, one_rank: sp.SequenceParallel, monkeypat
 
 def test_a_batch_is_hashed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Live bytes do not grow with the batch; each value counts, and its place."""
-    assert layout._HASHED <= 2**20
-    monkeypatch.setattr(layout, "_HASHED", 2**12)
-    count = 40 * layout._HASHED + 5
+    assert same_batch._HASHED <= 2**20
+    monkeypatch.setattr(same_batch, "_HASHED", 2**12)
+    count = 40 * same_batch._HASHED + 5
     values = torch.randn(1, count // 5, 5).bfloat16()
     with LiveBytes() as memory:
         found = hash_of({"0": bits(values)})
-    assert memory.peak <= 26 * layout._HASHED < count
+    assert memory.peak <= 26 * same_batch._HASHED < count
     assert found == hash_of({"0": bits(values.clone())}) == hash_of({"0": bits(values.mT.clone().mT)})
     flat = values.flatten()
-    first, second, *rest = flat.split(layout._HASHED)
+    first, second, *rest = flat.split(same_batch._HASHED)
     for moved in (torch.cat([second, first, *rest]), flat.roll(1), torch.cat([flat[:-1], -flat[-1:]])):
         assert hash_of({"0": bits(moved)}) != found
     with LiveBytes() as memory:
         hashes = token_hashes(bits(values).expand(2, -1, -1))
-    assert memory.peak <= 26 * layout._HASHED + 3 * hashes.nbytes and hashes[0].equal(hashes[1])
+    assert memory.peak <= 26 * same_batch._HASHED + 3 * hashes.nbytes and hashes[0].equal(hashes[1])
     assert hashes[0].equal(mixed(bits(values)).sum(2)[0]) and len(hashes.unique()) == count // 5
 
 
@@ -72,7 +74,7 @@ def test_documents_are_waited_for_once(rows: int) -> None:
     positions = torch.cat([torch.arange(length) for length in (17, 1, 45)]).expand(rows, -1)
     valid = torch.ones_like(positions, dtype=torch.bool)
     OnDevice.waits = 0
-    found = documents_of(positions.as_subclass(OnDevice), valid.as_subclass(OnDevice))
+    found = rows_between(edges_of(positions.as_subclass(OnDevice), valid.as_subclass(OnDevice)))
     assert OnDevice.waits == 1 and found == (((0, 17), (17, 18), (18, 63)),) * rows
 
 
@@ -94,6 +96,40 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[sp.SequenceParallel]:
     yield from alone("gloo")
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+def test_a_whole_batch_is_waited_for_once(kind: str, one_rank: sp.SequenceParallel) -> None:
+    """For its comparison between ranks and its documents together, before the first layer."""
+    model, batch = build("llama"), batch_of_kind(kind)
+    sp.apply_ulysses(model, one_rank, batches="whole")
+    batch |= {name: value.as_subclass(OnDevice) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    waits = []
+
+    def reached(*_: object) -> None:
+        waits.append(OnDevice.waits)
+
+    model.model.rotary_emb.register_forward_pre_hook(reached)
+    OnDevice.waits = 0
+    assert model(**batch).loss.isfinite() and waits == [1]
+
+
+def test_another_batch_in_a_forward(one_rank: sp.SequenceParallel) -> None:
+    """A forward of another batch leaves what is known of the running forward, and no other attribute, as it was."""
+    model = build("llama")
+    sp.apply_ulysses(model, one_rank, batches="whole")
+    batch = batch_of_kind("packed")
+    expected, sharding, inside = model(**batch).loss, vars(model)[SHARDED], []
+
+    def another(*_: object) -> None:
+        handle.remove()
+        before, running = dict(vars(sharding)), dict(vars(sharding.forward))
+        with sharding.other_batch(lambda: None):
+            inside.append(model(**batch_of_kind("padded")).loss)
+        assert vars(sharding) == before and vars(sharding.forward) == running and running["owners"] is not None
+
+    handle = model.model.layers[1].register_forward_pre_hook(another)
+    assert model(**batch).loss.equal(expected) and len(inside) == 1
 
 
 COUNTED = ((all_to_all, "rank_heads"), (segments, "segments_of"), (backends, "blocks"), (attention, "check"))

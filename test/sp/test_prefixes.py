@@ -23,8 +23,8 @@ from seqtile.models.model_types import model_classes, model_types
 from seqtile.proof.small import small_model
 from seqtile.protocols import SHARDED
 from seqtile.sp import backends, segments
-from seqtile.sp.all_to_all import rank_heads
 from seqtile.sp.backends import attend
+from seqtile.sp.heads import rank_heads
 from seqtile.sp.prefixes import prefix_tree
 from sp import images, recurrences
 from sp.attentions import INSTALLED, asked, flex_with_sinks, install

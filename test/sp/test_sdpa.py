@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqtile.sp import backends, sdpa
-from seqtile.sp.all_to_all import Rows, rank_heads
 from seqtile.sp.backends import attend
+from seqtile.sp.heads import Rows, rank_heads
 from sp.attentions import asked
 
 LENGTH = 256

@@ -1,9 +1,8 @@
 """Sequence parallelism: shards one long sequence over many GPUs (Ulysses), for any number of heads."""
 
 from seqtile.sp.apply import apply_ulysses, restore
-from seqtile.sp.data import DataShardingCollator, ShardedDataLoader, count_items, shard
+from seqtile.sp.cut import DataShardingCollator, ShardedDataLoader, count_items, reduce_loss, shard
 from seqtile.sp.groups import SequenceParallel, initialize
-from seqtile.sp.loss import reduce_loss
 from seqtile.sp.trainer import SequenceParallelTrainerMixin
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Applies sequence parallelism to a model, and removes it.
 
 `apply_ulysses` registers an attention with Hugging Face and selects it in the model. It gives recurrent layers the
-forward of recurrence.py, and adds hooks that pass on the batch's layout: sharding_hooks.py, or whole_batches.py.
+forward of recurrence.py, and adds hooks that pass on the batch's layout, see sharding_hooks.py.
 
 Source: Arctic Long Sequence Training, 3.2.
 """
@@ -17,6 +17,7 @@ from seqtile.protocols import SHARDED
 from seqtile.sdpa import watch_sdpa
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.backends import check_has_masks
+from seqtile.sp.cut import CutBatches
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers, names_in_forward
 from seqtile.sp.sharding_hooks import ShardingHooks
@@ -44,12 +45,12 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     Raises ValueError, and changes nothing, for a model that mixes tokens outside of Hugging Face's attention interface
     and the layers of recurrence.py; TypeError if it is no Hugging Face model.
     """
-    if batches not in (kinds := {"cut": ShardingHooks, "whole": WholeBatches}):
+    if batches not in (kinds := {"cut": CutBatches, "whole": WholeBatches}):
         raise ValueError(f"batches is {batches!r}, expected one of {', '.join(map(repr, kinds))}")
     model = _without_adapter(model)
     applied = getattr(model, SHARDED, None)
     if applied is not None and applied.sp_group is not ALONE:
-        if applied.sp_group is not ctx or type(applied) is not kinds[batches]:
+        if applied.sp_group is not ctx or type(applied.batches) is not kinds[batches]:
             raise ValueError(
                 "this model is sharded over other ranks already, or for other batches: sp.restore(model) first"
             )
@@ -93,14 +94,14 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
     getattr(model, SHARDED).min_tokens = min_tokens
 
 
-def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHooks]) -> None:
+def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[CutBatches | WholeBatches]) -> None:
     cut_at = text_model_of(model) if kind.takes_whole else model
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []
     _check(cut_at, recurrent, is_masked_outside=cut_at not in (model, model.base_model))
     AttentionInterface.register(NAME, ulysses_attention)
     watch_sdpa()
     layers = len(recurrent) or cut_at.config.get_text_config().num_hidden_layers
-    kind(model, cut_at, ctx, layers)
+    ShardingHooks(model, cut_at, ctx, layers, kind)
 
 
 def restore(model: PreTrainedModel) -> None:

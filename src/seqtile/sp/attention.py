@@ -109,12 +109,12 @@ def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 class UlyssesFunction(SequenceParallelFunction):
     """The attention that is registered with Hugging Face.
 
-    `otherwise` names the attention for calls without a layout: in a model that shares prefixes, a checkpoint may
-    recompute a batch without shared prefixes. Without `otherwise` such a call is an error.
+    `fallback`: the attention used when no batch layout is passed. In a model that shares prefixes, a checkpoint may
+    recompute a batch without shared prefixes. Without `fallback` such a call is an error.
     """
 
-    def __init__(self, otherwise: str | None = None):
-        self.otherwise = otherwise
+    def __init__(self, fallback: str | None = None):
+        self.fallback = fallback
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
@@ -126,10 +126,10 @@ class UlyssesFunction(SequenceParallelFunction):
         Allocates q, k, v and the output of this rank's heads, and a send buffer for each all-to-all. Raises ValueError
         for anything except causal attention within documents, on every rank and before any rank waits.
         """
-        if self.otherwise is not None and LAYOUT not in options:
+        if self.fallback is not None and LAYOUT not in options:
             eager = sys.modules[type(module).__module__].eager_attention_forward  # is not registered
-            function = ALL_ATTENTION_FUNCTIONS.get(self.otherwise, eager)
-            config = Overridden(module.config, _attn_implementation=self.otherwise)
+            function = ALL_ATTENTION_FUNCTIONS.get(self.fallback, eager)
+            config = Overridden(module.config, _attn_implementation=self.fallback)
             return function(Overridden(module, config=config), query, key, value, attention_mask, **options)
         steps = self._steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
         q, k, v = exchanged(steps.qkv, True, *_as_computed(query, key, value))
@@ -142,7 +142,7 @@ class UlyssesFunction(SequenceParallelFunction):
     def steps(
         self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
     ) -> UlyssesAttention | None:
-        if self.otherwise is not None or (LAYOUT in options and options[LAYOUT].sp_group is ALONE):
+        if self.fallback is not None or (LAYOUT in options and options[LAYOUT].sp_group is ALONE):
             return None
         return self._steps(module, attention_mask, heads, **options)
 

@@ -25,7 +25,7 @@ from transformers.models.gemma2 import modeling_gemma2
 
 from seqtile.ops.state import Overridden
 from seqtile.sdpa import may_choose_cudnn, without_cudnn
-from seqtile.sp.all_to_all import RankHeads, Rows, count
+from seqtile.sp.heads import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
 from seqtile.sp.sdpa import causal_from_the_end, in_lengths, lengths_for_cudnn
@@ -98,9 +98,15 @@ def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     compute = _form_of(attention.layout.implementation) or by_masks
     groups = attention.heads.groups
     out = joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
-    if q.requires_grad and not out.requires_grad:  # only padding, but the collectives of the backward must still run
-        out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
-    return out
+    return _kept_in_graph(out, q)
+
+
+def _kept_in_graph(out: Tensor, q: Tensor) -> Tensor:
+    """Returns `out`, which depends on q also if it is padding only: the collectives of q's backward must run on every
+    rank."""
+    if out.requires_grad or not q.requires_grad:
+        return out
+    return torch.cat([out, q.transpose(1, 2)[:, :0, :, :1].expand(-1, -1, -1, out.shape[3])], 1)
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
@@ -137,8 +143,8 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
         return not additive and block.is_square(reach)
 
     def is_uncut(block: Block) -> bool:
-        is_told = attention.layout.implementation == "sdpa" and is_causal_from_the_end(q, block, reach)
-        return (is_told and not additive) or is_square(block)
+        needs_no_mask = attention.layout.implementation == "sdpa" and is_causal_from_the_end(q, block, reach)
+        return (needs_no_mask and not additive) or is_square(block)
 
     def with_mask(block: Block, documents: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if is_uncut(block):  # one query, the last, sees every key
@@ -187,7 +193,7 @@ def _whole_length(attention: LocalAttention) -> int:
     values of others, which a shifted loss reads in front of a row's first token. Waits for the device if the length is
     there."""
     layout = attention.layout
-    if layout.mask is None or attention.sinks is not None or not any(row and row[0][0] for row in layout.documents):
+    if not layout.has_mask or attention.sinks is not None or not any(row and row[0][0] for row in layout.documents):
         return 0
     return layout.length if layout.whole_length is None else int(layout.whole_length)
 

@@ -32,7 +32,7 @@ class CompressedKeys:
 
     def __init__(self, module: nn.Module, sp_group: SequenceParallel):
         self.module, self.sp_group = module, sp_group
-        self.is_whole = False
+        self.is_bypassed = False
         """See `Recurrence`."""
 
     def __deepcopy__(self, memo: dict) -> "CompressedKeys":
@@ -52,7 +52,7 @@ class CompressedKeys:
         plain = type(projection) is nn.Linear and not isinstance(projection.weight, DTensor)
         hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection.weight, "ds_id")
         compressed, by_heads = self.elements
-        return self.sp_group.size > 1 and not self.is_whole and compressed < by_heads and plain and not hooked
+        return self.sp_group.size > 1 and not self.is_bypassed and compressed < by_heads and plain and not hooked
 
     def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values of this rank's tokens; if they are sent compressed, returns the arguments

@@ -87,29 +87,29 @@ class Images:
 class DealtImages:
     """Replaces a model's functions that encode images. In a forward that is cut over ranks, distributes the images."""
 
-    def __init__(self, model: nn.Module, batches: "WholeBatches"):
-        self.model, self.batches = model, batches
+    def __init__(self, batches: "WholeBatches"):
+        self.batches, self.sharding = batches, batches.sharding
         self.is_encoding = False
-        for module in model.modules():
+        for module in self.sharding.outer.modules():
             for name in _FUNCTIONS:
                 if hasattr(type(module), name) and name not in vars(module):
                     setattr(module, name, partial(self, module, name))
 
     def remove(self) -> None:
-        for module in self.model.modules():
+        for module in self.sharding.outer.modules():
             for name in _FUNCTIONS:
                 if getattr(vars(module).get(name), "func", None) is self:
                     delattr(module, name)
 
     def __call__(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        encode, sp_group = partial(getattr(type(module), name), module), self.batches.sp_group
-        is_cut = self.batches.batch_hash is not None and not self.is_encoding
+        encode, sp_group = partial(getattr(type(module), name), module), self.sharding.sp_group
+        is_cut = self.sharding.forward.batch_hash is not None and not self.is_encoding
         images = Images.of((args, kwargs), sp_group) if is_cut and _is_listed(module) else None
         if images is None:
             return encode(*args, **kwargs)
         with exchanged([(vars(self), "is_encoding", True)]):
             self.batches.compare_batch()
-            unknown = any(map(_is_unknown, _towers(module.base_model, self.batches.model)))
+            unknown = any(map(_is_unknown, _towers(module.base_model, self.sharding.model)))
             if add_up(torch.tensor(int(unknown), device=device_of(sp_group)), sp_group):  # on any rank
                 return encode(*args, **kwargs)
             args, kwargs = images.own()

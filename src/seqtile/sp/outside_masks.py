@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from seqtile.sp.all_to_all import Rows
-from seqtile.sp.layout import documents_of
+from seqtile.sp.heads import Rows
+from seqtile.sp.layout import edges_of, rows_between
 
 OUTSIDE = "seqtile_masks_outside"
 """The attention's name while code outside the text model runs."""
@@ -76,7 +76,7 @@ def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
     begins[:, 0] = inside[:, 0]
     places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
     positions = places - (places * begins).cummax(1).values  # they restart with every span
-    rows = documents_of(positions, inside)
+    rows = rows_between(edges_of(positions, inside))
     for row, (spans, of_row) in enumerate(zip(rows, numbers.cpu(), strict=True)):
         if len({int(of_row[start]) for start, _ in spans}) < len(spans):
             raise ValueError("tokens that see each other both ways are not contiguous; leave this model whole")

@@ -15,27 +15,37 @@ from seqtile.protocols import OF_ALL_RANKS
 from seqtile.sp.groups import SequenceParallel, add_up, gather
 from seqtile.tensor_like import View
 
+Index = Tensor | slice
+"""Indices in a tensor's first dimension: a slice where they are one run, as those of contiguous parts."""
+
 
 class Owners:
-    """For each token of a tensor [...]: the place of its values among the rows [n, ...] of all ranks, `most` places for
-    each rank. Equal on all ranks of the group; on the CPU. `is_shared`: tokens may have the same place."""
+    """Maps each token of a tensor [...] to the rank that has its values, and to the row of that rank's tensor [n, ...]:
+    `places` has rank * most + row. Equal on all ranks of the group; on the CPU. `is_shared`: tokens may share a row."""
 
     def __init__(self, places: Tensor, most: int, sp_group: SequenceParallel, is_shared: bool = True):
         self.places, self.most, self.sp_group, self.is_shared = places, most, sp_group, is_shared
         self.shape = places.shape
-        self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._by_token: Owners | None = None
+        self._on: dict[torch.device, tuple[Index, Index, Index]] = {}
 
     @classmethod
     def of_ranks(cls, ranks: Tensor, sp_group: SequenceParallel) -> "Owners":
         """Returns owners of which each rank holds one row for each of its tokens, in order."""
         flat = ranks.flatten().long()
-        tokens, counts = flat.argsort(stable=True), flat.bincount(minlength=sp_group.size)
+        counts = flat.bincount(minlength=sp_group.size)
         most = int(counts.max())
         skipped = torch.arange(sp_group.size) * most - (counts.cumsum(0) - counts)  # places behind the rows of a rank
-        places = torch.empty_like(flat)
-        places[tokens] = torch.arange(len(flat)) + skipped[flat[tokens]]
+        places = torch.arange(len(flat)) + skipped.repeat_interleave(counts)
+        if (flat[1:] < flat[:-1]).any():  # a rank has several runs of tokens
+            places = torch.empty_like(flat).index_copy_(0, flat.argsort(stable=True), places)
         return cls(places.view(ranks.shape), most, sp_group, is_shared=False)
+
+    @classmethod
+    def of_parts(cls, rows: int, length: int, sp_group: SequenceParallel) -> "Owners":
+        """Returns owners of [rows, length] tokens, of which each rank holds an equal part of each row, in order."""
+        ranks = torch.arange(length) // -(-length // sp_group.size)
+        return cls.of_ranks(ranks.expand(rows, -1), sp_group)
 
     @property
     def ranks(self) -> Tensor:
@@ -49,18 +59,14 @@ class Owners:
         self._by_token = self._by_token or Owners.of_ranks(self.ranks, self.sp_group)
         return self._by_token
 
-    def flat(self) -> "Owners":
-        """Returns the owners of the same tokens in one dimension."""
-        return Owners(self.places.flatten(), self.most, self.sp_group, self.is_shared)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns tensors on a device: the places of all tokens, the indices of this rank's tokens among all flattened
-        tokens, and the indices of their rows."""
+    def on(self, device: torch.device) -> tuple[Index, Index, Index]:
+        """Returns indices on a device: the places of all flattened tokens, this rank's tokens among these, and their
+        rows, a tensor if tokens share rows."""
         if device not in self._on:
             places, first = self.places.flatten(), self.sp_group.rank * self.most
             tokens = ((places >= first) & (places < first + self.most)).nonzero().squeeze(1)
-            found = self.places, tokens, places[tokens] - first
-            self._on[device] = tuple(each.to(device, non_blocking=True) for each in found)
+            rows = places[tokens] - first
+            self._on[device] = _index(places, device), _index(tokens, device), _index(rows, device, not self.is_shared)
         return self._on[device]
 
     def own(self, values: Tensor) -> Tensor:
@@ -84,17 +90,22 @@ class Owners:
         """Returns the values [..., *] of all tokens from each rank's rows. One all-gather; not differentiable."""
         own, missing = rows.detach(), self.most - len(rows)
         own = F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own
-        return gather(own, self.sp_group).flatten(0, 1)[self.on(own.device)[0]]
+        places, found = self.on(own.device)[0], gather(own, self.sp_group).flatten(0, 1)
+        if isinstance(places, slice):
+            return found[places].view((*self.shape, *rows.shape[1:])).clone()  # a view could not be changed in place
+        return found[places.view(self.shape)]
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
         """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view (None for all in
         order)."""
-        places = self.on(device or torch.device("cpu"))[0]
+        places = self.places if device is None else self.places.to(device, non_blocking=True)
         places = view(places[..., None]).squeeze(-1).cpu()  # waits for the device if the view holds an index
+        seen = Owners(places, self.most, self.sp_group)
         if self.is_shared:
-            return Owners(places, self.most, self.sp_group), None
-        before, own = (each.on(places.device)[2] for each in (self, Owners(places, self.most, self.sp_group)))
-        return Owners.of_ranks(places // self.most, self.sp_group), None if own.equal(before) else own
+            return seen, None
+        (*_, rows), (*_, own_rows) = self.on(places.device), seen.on(places.device)
+        is_same = own_rows.equal(torch.arange(rows.stop))
+        return Owners.of_ranks(seen.ranks, self.sp_group), None if is_same else own_rows
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Owners):
@@ -102,6 +113,14 @@ class Owners:
         return (self.is_shared, self.most) == (other.is_shared, other.most) and self.places.equal(other.places)
 
     __hash__ = object.__hash__
+
+
+def _index(index: Tensor, device: torch.device, may_be_slice: bool = True) -> Index:
+    start = int(index[0]) if len(index) else 0
+    run = slice(start, start + len(index))
+    if may_be_slice and index.equal(torch.arange(run.start, run.stop)):
+        return run
+    return index.to(device, non_blocking=True)
 
 
 class _Gathered(torch.autograd.Function):

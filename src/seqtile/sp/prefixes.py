@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from seqtile.sp.all_to_all import Rows
-from seqtile.sp.data import sequence_dim
-from seqtile.sp.layout import bits, token_hashes
+from seqtile.sp.heads import Rows
+from seqtile.sp.same_batch import bits, token_hashes
+from seqtile.sp.shards import sequence_dim
 
 _COMPARED = 2**24  # pairs of tokens that are compared at once
 

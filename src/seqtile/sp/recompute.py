@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.state import ForwardState
-from seqtile.sp.all_to_all import Rows
+from seqtile.sp.heads import Rows
 
 
 class Call(NamedTuple):

@@ -26,14 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.renamed import CACHE_NAMES
-from seqtile.sp.all_to_all import RankHeads, exchanged
+from seqtile.sp.all_to_all import exchanged
 from seqtile.sp.backends import in_parts, joined
+from seqtile.sp.heads import RankHeads
 from seqtile.sp.layout import LAYOUT, Layout, layout_in
 from seqtile.sp.segments import segments
 
 _CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # one kernel for all of it, for whole sequences; None: there is no kernel
-_CONVOLUTION_ALONE = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+_WITHOUT_RULE = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 
 
 class Rule(NamedTuple):
@@ -68,7 +69,7 @@ RULES = {
         "return_final_states",
     ),
 }
-_ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels count as heads
+_CONV_ONLY = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels count as heads
 Operands = dict[str, Tensor]
 Convolve = Callable[..., Operands]
 """Convolves a document's operands, tensors [B, h, S, K], and names them."""
@@ -95,7 +96,7 @@ def is_recurrence(module: nn.Module) -> bool:
         return False
     if not function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # it does not get the layout
         return False
-    return len(RULES.keys() & set(names)) == 1 or kind.__name__ in _CONVOLUTION_ALONE
+    return len(RULES.keys() & set(names)) == 1 or kind.__name__ in _WITHOUT_RULE
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -133,12 +134,12 @@ class Recurrence:
         rest = original.__name__, original.__defaults__, original.__closure__
         self._forward = FunctionType(original.__code__, original.__globals__ | places, *rest)
         self._forward.__kwdefaults__ = original.__kwdefaults__
-        self.is_whole = False
+        self.is_bypassed = False
         """True while every rank computes all tokens of whole sequences."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        is_whole = self.is_whole or (self.is_alone and LAYOUT not in kwargs)
-        forward = type(self.module).forward if is_whole else self._forward
+        is_bypassed = self.is_bypassed or (self.is_alone and LAYOUT not in kwargs)
+        forward = type(self.module).forward if is_bypassed else self._forward
         return forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Recurrence":
@@ -153,7 +154,7 @@ class Recurrence:
         if self.name is not None:
             return hidden_states
         operands = {"x": hidden_states.transpose(1, 2)[..., None]}
-        return self._spread(layout, _ALONE, operands, _as_it_is, False)[..., 0].transpose(1, 2)
+        return self._spread(layout, _CONV_ONLY, operands, _as_it_is, False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the rule. Positional arguments stay positional, because kernels use other parameter names."""
@@ -171,7 +172,7 @@ class Recurrence:
             found, ends = [], []
             if wants_state:
                 more[rule.wants_state] = True
-            for i, (heads, groups) in enumerate(own.groups):  # one by one if they read unequal numbers
+            for i, (heads, groups) in enumerate(own.groups):  # one call per group if groups have different sizes
                 if states:
                     more[rule.state] = states[i]
                 chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}

@@ -57,7 +57,8 @@ def _cross_entropy(hidden: Any, target: Tensor, weight: Tensor, ignore_index: in
         return loss
     predicted, lse = (gathered(values[own], owners) for values in (of_rows.predicted_tokens, of_rows.logsumexp))
     labelled = (labels != ignored).sum()
-    entropy = of_rows.mean_entropy * labelled if labelled else of_rows.logsumexp.sum()  # zero, with a graph
+    # Without labels it is a 0 that keeps the graph, so that all ranks run the same collectives.
+    entropy = of_rows.mean_entropy * labelled if labelled else of_rows.logsumexp.sum()
     right = (predicted == target)[counted].float().mean()
     return loss, LossMetrics(right, predicted, summed(entropy, owners.sp_group) / counted.sum(), lse)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqtile.sp.all_to_all import Rows, count
+from seqtile.sp.heads import Rows, count
 from seqtile.sp.layout import Layout
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
@@ -73,12 +73,12 @@ def segments_of(
                     begin, end = max(begin, start), min(end, stop)
                     if q0 < end and begin < q1:
                         if q0 < begin:
-                            yield Block(q0, begin, _seen((*path, (start, begin)), q0, reach))
+                            yield Block(q0, begin, _within_reach((*path, (start, begin)), q0, reach))
                         q0, last_of_span = max(q0, begin), min(q1, end)
-                        yield Block(q0, last_of_span, _seen((*path, (start, end)), q0, reach), two_ways=True)
+                        yield Block(q0, last_of_span, _within_reach((*path, (start, end)), q0, reach), two_ways=True)
                         q0 = last_of_span
                 if q0 < q1:
-                    yield Block(q0, q1, _seen((*path, (start, q1)), q0, reach))
+                    yield Block(q0, q1, _within_reach((*path, (start, q1)), q0, reach))
                 first = q1
         if first < last:
             yield Block(first, last, ())
@@ -98,14 +98,15 @@ def family(documents: Rows, parents: Sequence[int | None]) -> tuple[list[Rows], 
     return before, ends
 
 
-def _seen(keys: Rows, q0: int, reach: int) -> Rows:
-    """Returns the part of `keys` that queries from q0 on see; q0 is in the last part of `keys`."""
-    wanted, found = keys[-1][1] - q0 + reach - 1, []
+def _within_reach(keys: Rows, q0: int, reach: int) -> Rows:
+    """Returns `keys` without those that are further than `reach` before the first query, q0, which is in their last
+    part."""
+    left, trimmed = keys[-1][1] - q0 + reach - 1, []
     for start, stop in reversed(keys):
-        if wanted > 0:
-            found.append((max(start, stop - wanted), stop))
-        wanted -= stop - start
-    return tuple(reversed(found))
+        if left > 0:
+            trimmed.append((max(start, stop - left), stop))
+        left -= stop - start
+    return tuple(reversed(trimmed))
 
 
 def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool], whole: int = 0) -> Iterator[Block]:
@@ -125,5 +126,5 @@ def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool]
         while q0 < q1:
             end = min(q1, q0 + size)
             stop = keys[-1][1] if two_ways else end
-            yield Block(q0, end, _seen((*keys[:-1], (keys[-1][0], stop)), q0, reach), two_ways)
+            yield Block(q0, end, _within_reach((*keys[:-1], (keys[-1][0], stop)), q0, reach), two_ways)
             q0 = end

@@ -1,119 +1,174 @@
 """The hooks that tell a model's layers about a batch whose tokens are sharded over ranks, in the order of a forward:
 
-    model      check_batch        finds the batch's `Layout`, from what the ranks hold
+    model      batches.enter      finds the batch's `Layout`: `CutBatches` from the shards of the ranks, `WholeBatches`
+                                  from the batch, which it cuts
      base      add_layout         adds the `Layout` to the keyword arguments, which Hugging Face passes to every
                                   attention, also in a checkpoint's recomputation
       rotary   add, drop_last_position    tell embeddings that depend on the length what it is
      base      check_layers       checks that every layer has attended
-    model      finish             marks the loss, which must be reduced over the ranks before its backward
-               forget_layout      drops the `Layout`, also if the forward failed
+    model      batches.leave      makes the output of this rank's tokens what the code around the model expects
+               forget             drops what is known of the forward, also if it failed
 
 If the base model is called by itself, add_layout finds the layout.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from seqtile.ops.state import exchanged
 from seqtile.protocols import CHOICE, SHARDED
 from seqtile.renamed import cache_in
-from seqtile.sp.attention import NAME
-from seqtile.sp.balance import Balance
+from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import ALONE, SequenceParallel, add_up
-from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
-from seqtile.sp.loss import PartialLossFunction
-from seqtile.sp.outside_masks import OUTSIDE
+from seqtile.sp.layout import LAYOUT, Layout, document_edges, documents_at, gathered_positions
+from seqtile.sp.owners import Owners
+from seqtile.sp.prefixes import PrefixTree
 from seqtile.sp.recurrence import Recurrence, is_recurrence
+from seqtile.sp.same_batch import check_same_batch
+
+BATCH_HASH = "batch_hash"  # in a shard: the hash of its whole batch
+WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens before padding
+
+
+@dataclass
+class Forward:
+    """What is known of the running forward; between two forwards an empty one."""
+
+    attention: str
+    """The name of the model's attention: `NAME` over ranks, the model's own in a forward that is bypassed, `OUTSIDE` in
+    code around a text model that gets whole batches, and `ShardingHooks.at_rest` between two forwards."""
+    last_position: int = 0
+    """The largest position_id of all ranks; stays for a recomputation."""
+    layout: Layout | None = None
+    """The layout of the batch in the model that is computed over ranks."""
+    is_bypassed: bool = False
+    """True if that model runs as it is: it has a cache, or no prefix is shared."""
+    balance: Any = None
+    """The `Balance` of experts of a cut batch, if it is wanted."""
+    has_gradient: bool = False
+    """True if the outer model got tensors that require a gradient: no prefix is shared."""
+    batch_hash: Tensor | None = None
+    """The hash of all tensors that the outer model got."""
+    position_ids: Tensor | None = None
+    """Those that the outer model got; not every model passes them on."""
+    calls: int = 0
+    """How often the outer model has called the text model."""
+    is_compared: bool = False
+    """True if the ranks of the group are known to have the same batch."""
+    tree: PrefixTree | None = None
+    """The prefix tree of the batch in the text model."""
+    owners: Owners | None = None
+    """The owners of the tokens of the batch in the text model."""
 
 
 class ShardingHooks:
-    """The hooks on a model, its base model and their rotary embeddings, for batches that were cut."""
+    """The hooks on a model, its base model and their rotary embeddings. `kind`, `CutBatches` or `WholeBatches`, says
+    how this rank's tokens come into the model and out of it."""
 
-    takes_whole = False
-    """See `seqtile.protocols.ShardedSequences`."""
-    of_forward = "layout last_position"
-    """The attributes that belong to the running forward."""
-    expected = (
-        f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "
-        "ctx.data_parallel_rank of ctx.data_parallel_size), except with sp.ShardedDataLoader; for whole sequences on "
-        "every rank call sp.restore(model) first"
-    )
-    """The expected batch, for error messages."""
-
-    def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
-        self.given, self.model, self.sp_group = given, model, sp_group
-        """The given model; the model whose forward is computed over ranks: the given one, or a part of it."""
+    def __init__(
+        self, outer: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int, kind: type
+    ):
+        self.outer, self.model, self.sp_group = outer, model, sp_group
+        """The model that users call; the model whose forward is computed over ranks: the same, or a part of it."""
         self.layers = layers
         """The number of modules that mix tokens."""
-        self.implementation = model.config._attn_implementation
-        """The attention that computes a rank's heads: the model's own, or the one chosen since."""
-        self.layout: Layout | None = None
-        """The layout of the running forward; None between forwards, also after a failed one."""
-        self.last_position = 0
-        """The last position of whole sequences in the running forward of the base model."""
         self.min_tokens: int | None = None
         """The shortest prefix that rows share and that is computed once; None: each row is computed by itself."""
         self.last_batch: tuple[int, int, str | None] = 0, 0, None
         """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
+        self.forward = Forward(model.config._attn_implementation)
+        self.handles: list[Any] = []
+        """What `remove` removes."""
         self.replaced: list[Recurrence | CompressedKeys] = []
         """The replaced functions of layers."""
-        self.is_whole = False
-        """True if the running forward is not cut: it has a cache, or no prefix is shared."""
-        base = model.base_model
-        for module in given.modules():
+        self.batches = kind(self)
+        self._add_hooks()
+        self._choose(self.forward.attention)
+
+    def _add_hooks(self) -> None:
+        model, base, unless_bypassed = self.model, self.model.base_model, self._unless_bypassed
+        for module in self.outer.modules():
             if base in module.modules():  # it may be called by itself
                 setattr(module, SHARDED, self)
-        self.handles = [
-            model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
-            model.register_forward_hook(partial(self._if_cut, self.finish), with_kwargs=True, prepend=self.takes_whole),
-            model.register_forward_hook(self.forget_layout, always_call=True),
-            base.register_forward_pre_hook(partial(self._if_cut, self.add_layout), with_kwargs=True),
+        # Other hooks of the model come after `leave`: they get tokens of whole batches.
+        leave, is_first = partial(unless_bypassed, self.batches.leave), self.takes_whole
+        self.handles += [
+            model.register_forward_pre_hook(self.batches.enter, with_kwargs=True),
+            model.register_forward_hook(leave, with_kwargs=True, prepend=is_first),
+            model.register_forward_hook(self.forget, always_call=True),
+            base.register_forward_pre_hook(partial(unless_bypassed, self.add_layout), with_kwargs=True),
             base.register_forward_hook(self.check_layers, with_kwargs=True),
         ]
         for module in model.modules():
             if is_recurrence(module):
-                module.forward = Recurrence(module, sp_group is ALONE)
+                module.forward = Recurrence(module, self.is_alone)
                 self.replaced.append(module.forward)
             if is_latent(module):
-                module.expand_kv = CompressedKeys(module, sp_group)
+                module.expand_kv = CompressedKeys(module, self.sp_group)
                 self.replaced.append(module.expand_kv)
             kinds = str(getattr(module, "rope_type", ""))  # a name, or one per type of layer
             if "dynamic" in kinds or "longrope" in kinds:
-                before, after = (partial(self._if_cut, x) for x in (self.add_last_position, self.drop_last_position))
+                before, after = (
+                    partial(unless_bypassed, hook) for hook in (self.add_last_position, self.drop_last_position)
+                )
                 self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self.handles.append(module.register_forward_hook(after))
-        self.at_rest = NAME
-        """The name of the model's attention between two forwards."""
-        self._use_attention()
 
-    def _if_cut(self, hook: Callable[..., Any], *given: Any) -> Any:
-        """Calls a hook, except in a forward that is not cut."""
-        return None if self.is_whole else hook(*given)
+    def _unless_bypassed(self, hook: Callable[..., Any], *arguments: Any) -> Any:
+        return None if self.forward.is_bypassed else hook(*arguments)
 
-    def _use_attention(self) -> None:
-        self.model.config._attn_implementation = self.at_rest
+    @property
+    def takes_whole(self) -> bool:
+        """See `seqtile.protocols.ShardedSequences`."""
+        return self.batches.takes_whole
+
+    @property
+    def is_alone(self) -> bool:
+        """True in a single process, which shares prefixes of rows."""
+        return self.sp_group is ALONE
+
+    def _choose(self, implementation: str) -> None:
+        """Sets the attention that computes a rank's heads: the model's own, or one chosen since."""
+        self.implementation = implementation
+        self.at_rest = f"{NAME}_or_{implementation}" if self.is_alone else NAME
+        """The name of the model's attention between two forwards. In a single process it uses `NAME` for calls with a
+        layout and the original attention for others, because a checkpoint may recompute either."""
+        if self.is_alone:
+            AttentionInterface.register(self.at_rest, UlyssesFunction(fallback=implementation))
+            if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
+                AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+        self.run(replace(self.forward, attention=self.at_rest))
 
     def take_chosen_attention(self) -> None:
-        """Takes the attention that `set_attn_implementation` chose between two forwards."""
-        chosen = self.model.config._attn_implementation
-        is_of_forward = chosen in (NAME, OUTSIDE, self.at_rest) or (self.takes_whole and chosen == self.implementation)
-        if not is_of_forward:
-            self.implementation = chosen
-            self._use_attention()
+        """Takes the attention that `set_attn_implementation` chose since the last forward."""
+        if (chosen := self.model.config._attn_implementation) != self.forward.attention:
+            self._choose(chosen)
+
+    def bypass(self) -> None:
+        """Makes the model run this forward as it is."""
+        self.run(replace(self.forward, is_bypassed=True, attention=self.implementation))
+
+    def run(self, forward: Forward) -> None:
+        """Makes the model's layers run this forward."""
+        self.forward, self.model.config._attn_implementation = forward, forward.attention
+        for each in self.replaced:
+            each.is_bypassed = forward.is_bypassed
 
     def remove(self) -> None:
         """Removes the hooks."""
         self.take_chosen_attention()
         for handle in self.handles:
             handle.remove()
-        for module in self.given.modules():
+        for module in self.outer.modules():
             vars(module).pop(SHARDED, None)
         for module in self.model.modules():
             for name, kind in (("forward", Recurrence), ("expand_kv", CompressedKeys)):
@@ -128,41 +183,29 @@ class ShardingHooks:
 
     def stop_sharing_prefixes(self) -> None:
         """See `seqtile.protocols.ShardedSequences`."""
+        self.min_tokens = None
+        if self.is_alone:
+            self.remove()
 
     @contextmanager
     def other_batch(self, before: Callable[[], None]) -> Iterator[None]:
         """See `seqtile.protocols.ShardedSequences`."""
-        held = {name: getattr(self, name) for name in self.of_forward.split()}
-        implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
-        self.forget_batch()
+        running = self.forward
+        self.forward = Forward(running.attention, is_bypassed=running.is_bypassed)
         try:
             with exchanged([(vars(self.sp_group), "before", before)]):
                 yield
         finally:
-            vars(self).update(held)
-            self.model.config._attn_implementation = implementation
-
-    def forget_batch(self) -> None:
-        """Forgets what is known of the running forward's batch."""
-        self.layout = None
+            self.run(running)
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """See `seqtile.protocols.ShardedSequences`."""
         return add_up(gradient, self.sp_group) / self.sp_group.size
 
-    def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Finds the layout. Raises ValueError for labels without the values that a shard's loss needs."""
-        self.take_chosen_attention()
-        missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
-        if missing and self.sp_group.size > 1 and _labelled(kwargs):
-            names = " and ".join(missing)
-            raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
-        self.layout = self._layout(args, kwargs)
-        return args, kwargs
-
-    def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
-        """Returns the layout of a forward's batch, and removes the shard's extra values from the keyword arguments.
-        Raises ValueError on every rank if the batch is no shard, or a shard of another batch."""
+    def layout_of_shards(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
+        """Returns the layout of the batch of which each rank has a shard, and removes the shard's extra values from the
+        keyword arguments. Two or three small collectives and two waits for the device. Raises ValueError on every rank
+        if the batch is no shard, or a shard of another batch."""
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -171,22 +214,18 @@ class ShardingHooks:
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if positions is None and self.sp_group.size == 1:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        _check_shard(kwargs, *tokens.shape[:2])
-        last_position = self._same_batch(tokens, kwargs | {"position_ids": positions}, batch_hash)
-        layout = self._layout_of(tokens.shape[1], positions, mask)
-        layout.position_ids, layout.mask = positions, mask
-        layout.whole_length, layout.last_position = whole_length, last_position
-        if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
-            lengths = lengths.tolist()  # documents after the last length are padding
-            if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
-                raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
+        check_tokens(kwargs, *tokens.shape[:2])
+        self.forward.last_position, *_ = self.compare(tokens, kwargs | {"position_ids": positions}, batch_hash)
+        documents = documents_at(document_edges(*gathered_positions(positions, mask, self.sp_group)), mask is not None)
+        layout = Layout(self.sp_group, tokens.shape[1], documents, self.implementation)
+        layout.position_ids, layout.whole_length, layout.has_mask = positions, whole_length, mask is not None
+        check_lengths(kwargs, layout)
         return layout
 
-    def _layout_of(self, local: int, positions: Tensor, mask: Tensor | None) -> Layout:
-        return layout_of(local, positions, mask, self.sp_group, self.implementation)
-
-    def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
-        return check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected, self.choices())
+    def compare(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None, *along: Tensor) -> tuple:
+        """Compares the ranks' batches, unless they were compared in this forward, see `check_same_batch`."""
+        sp_group, choices = (ALONE, {}) if self.forward.is_compared else (self.sp_group, self.choices())
+        return check_same_batch(tokens, kwargs, batch_hash, sp_group, self.batches.expected, choices, *along)
 
     def choices(self) -> dict[str, str]:
         """Returns in which way each module computes that sends something else in another way."""
@@ -200,12 +239,9 @@ class ShardingHooks:
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout and global position_ids."""
-        layout = self.layout
+        layout = self.forward.layout
         if layout is None or layout.attended:  # called by itself, or again
-            layout = self._layout(args, kwargs)
-        self.last_position = layout.last_position
-        if kwargs.get("output_router_logits") and not self.takes_whole:  # else the model around it computes that loss
-            layout.balance = Balance.of(self.model)
+            layout = self.layout_of_shards(args, kwargs)
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # describe whole sequences
@@ -215,7 +251,7 @@ class ShardingHooks:
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives a rotary embedding the last position of the whole sequence in addition to this rank's positions."""
         positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        last = positions.new_full((*positions.shape[:-1], 1), self.last_position)
+        last = positions.new_full((*positions.shape[:-1], 1), self.forward.last_position)
         return args[:1], kwargs | {"position_ids": torch.cat([positions, last], -1)}
 
     def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
@@ -227,43 +263,27 @@ class ShardingHooks:
         if LAYOUT in kwargs and (found := len(kwargs[LAYOUT].attended)) < self.layers:
             raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
-    def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Returns the output, a dict or a tuple, with a loss that must be reduced before its backward."""
-        size, balance, is_tuple = self.sp_group.size, self.layout.balance, isinstance(output, tuple)
-        if size == 1:
-            return output
-        if balance is not None and is_tuple:
-            raise ValueError(
-                "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
-            )
-        if balance is not None and output.get("aux_loss") is not None:
-            balance.over_ranks(output, self.layout.counted(output["router_logits"][0]), self.sp_group)
-        loss = output[0] if is_tuple else output.get("loss")
-        if not _labelled(kwargs) or loss is None or not loss.requires_grad:
-            return output
-        partial = PartialLossFunction.apply(loss, size)
-        if is_tuple:
-            return (partial, *output[1:])
-        output["loss"] = partial
-        return output
-
-    def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Drops the layout when the forward ends."""
-        self.layout = None
+    def forget(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Drops the batch of the model over ranks when its forward ends."""
+        known = {"layout": None, "balance": None, "tree": None, "owners": None}
+        self.run(replace(self.forward, attention=self.at_rest, is_bypassed=False, **known))
 
 
-def _labelled(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
-
-
-def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
-    """Raises ValueError for arguments that do not belong to a shard [batch, local]."""
+def check_tokens(kwargs: dict[str, Any], batch: int, local: int, expected: str = "this rank's shard of it") -> None:
+    """Raises ValueError for arguments that do not belong to [batch, local] tokens without a cache."""
     if cache_in(kwargs) is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    expected = "expected this rank's shard of it"
     if positions is not None and positions.shape[-1] != local:
-        raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, {expected}")
+        raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, expected {expected}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (batch, local)):
         kind = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"attention_mask is {kind}, {expected}, {[batch, local]}")
+        raise ValueError(f"attention_mask is {kind}, expected {expected}, {[batch, local]}")
+
+
+def check_lengths(kwargs: dict[str, Any], layout: Layout) -> None:
+    """Raises ValueError if cumulative lengths, which a batch may have besides, tell other documents."""
+    if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
+        lengths = lengths.tolist()  # documents after the last length are padding
+        if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
+            raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")

@@ -36,8 +36,8 @@ _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 class TokenShard(Tensor):
     """Values [..., K] of tokens. This rank holds only the `rows` [n, K] of its own tokens, see `Owners`.
 
-    The rows of a gradient are this rank's part of the sum over ranks, multiplied by the number of ranks, because
-    reducers average.
+    The rows of a gradient are this rank's gradient times the number of ranks, because reducers (DDP, FSDP2, ZeRO)
+    divide by it.
     """
 
     @staticmethod
@@ -78,16 +78,9 @@ class TokenShard(Tensor):
         return values.connected_rows() if is_own else self.owners.own(values.whole())
 
     def whole(self) -> Tensor:
-        """Returns the values of all tokens, on every rank. One all-gather. Raises RuntimeError for a gradient of tokens
-        that share rows, of which only the sum is known."""
-        if not self.is_gradient:
-            return gathered(self._held(), self.owners)
-        if self.owners.is_shared:
-            raise RuntimeError(
-                "of the gradient of hidden states that rows of a batch share only the sum over these rows is known; "
-                "to read that of each, seqtile.restore(model), then seqtile.apply_seqtile(model) again to tile it alone"
-            )
-        return self.owners.whole(self.rows) / self.owners.sp_group.size
+        """Returns the values of all tokens, on every rank. One all-gather. Raises RuntimeError as `as_value`."""
+        shard = self.as_value()
+        return gathered(shard._held(), shard.owners)
 
     def gradient(self, of_whole: Tensor) -> "TokenShard":
         """Returns a gradient of these values as a TokenShard with one row per token. The given gradient may be whole on
@@ -97,11 +90,15 @@ class TokenShard(Tensor):
         return TokenShard(rows, by_token.owners, is_gradient=True)
 
     def as_value(self) -> "TokenShard":
-        """Returns a gradient with the values that it has in one process; returns other values unchanged."""
+        """Divides a gradient by the group's size, undoing the factor that reducers expect; returns other values
+        unchanged. Raises RuntimeError for a gradient of tokens that share rows, of which only the sum is known."""
         if not self.is_gradient:
             return self
         if self.owners.is_shared:
-            self.whole()  # raises
+            raise RuntimeError(
+                "of the gradient of hidden states that rows of a batch share only the sum over these rows is known; "
+                "to read that of each, seqtile.restore(model), then seqtile.apply_seqtile(model) again to tile it alone"
+            )
         return TokenShard(self.rows / self.owners.sp_group.size, self.owners)
 
     def _viewed(self, view: FunctionType, device: torch.device | None) -> "TokenShard":
@@ -223,14 +220,15 @@ def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bo
 
 def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tensor:
     """Computes this rank's rows of the function's result for all tokens."""
-    like = next(each for each in args if isinstance(each, TokenShard))
+    shard = next(each for each in args if isinstance(each, TokenShard))
     if name in _OVER_LAST:  # rows [n, K] may have another number of dimensions
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
-    mapped = args[:1] if function in _WITH_WEIGHTS else args
-    along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
-    own, owners = like._operands(along)
-    of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
-    rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]
+    operands = args[:1] if function in _WITH_WEIGHTS else args
+    has_tokens = [isinstance(each, Tensor) and each.dim() == shard.dim() for each in operands]
+    has_others = any(is_so and each.__class__ is Tensor for each, is_so in zip(operands, has_tokens, strict=True))
+    rows_of, owners = shard._operands(has_others)
+    rows = [rows_of(each) if is_so else each for each, is_so in zip(operands, has_tokens, strict=True)]
+    rows += args[len(operands) :]
     if name == "dropout" and not owners.is_shared:  # so that every rank draws equally many random numbers
         padded = F.pad(rows[0], (0, 0, 0, owners.most - len(rows[0])))
         found = function(padded, *rows[1:], **kwargs)[: len(rows[0])]

@@ -8,25 +8,25 @@
 A forward with a cache, as in `generate`, runs whole on every rank.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionMaskInterface, PreTrainedModel
 
 from seqtile.renamed import cache_in
-from seqtile.sp.attention import NAME, UlyssesFunction
+from seqtile.sp.attention import NAME
 from seqtile.sp.backends import averages_padding, check_has_masks
-from seqtile.sp.data import parts_of, sequence_dim
-from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import Layout, bits, hash_of
+from seqtile.sp.layout import Layout, document_edges, documents_at
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, mask_recipe, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
-from seqtile.sp.sharding_hooks import ShardingHooks
+from seqtile.sp.same_batch import bits, hash_of
+from seqtile.sp.sharding_hooks import BATCH_HASH, Forward, ShardingHooks, check_lengths, check_tokens
+from seqtile.sp.shards import hash_of_tokens, sequence_dim, shards_of
 from seqtile.sp.token_shard import shared
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # some models pass them on to their text model
@@ -45,242 +45,206 @@ def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
-class WholeBatches(ShardingHooks):
-    """The hooks that cut a batch before the text model and return the hidden states of all its tokens."""
+class WholeBatches:
+    """Cuts a batch before the text model, and returns the hidden states of all its tokens."""
 
     takes_whole = True
-    of_forward = "layout last_position batch_hash position_ids has_gradient calls owners tree is_compared last_of_batch"
     expected = (
         "the same whole batch on every rank of a group: draw samples by ctx.data_parallel_rank of "
         "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"
     )
 
-    def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
-        self.is_alone = sp_group is ALONE
-        super().__init__(given, model, sp_group, layers)
-        self.tree: PrefixTree | None = None
-        """The prefix tree of the batch in the text model."""
-        self.has_gradient = False
-        """True if the given model's forward got tensors that require a gradient: no prefix is shared."""
-        self.batch_hash: Tensor | None = None
-        """The hash of all tensors that the given model's forward got."""
-        self.position_ids: Tensor | None = None
-        """Those that the given model's forward got; not every model passes them on."""
-        self.calls = 0
-        """How often the running forward of the given model has called the text model."""
-        self.owners: Owners | None = None
-        """The owners of the tokens of the batch in the text model."""
-        self.is_compared = False
-        """True if the running forward has found that the ranks of the group have the same batch."""
-        self.last_of_batch: int | Tensor = 0
-        """The largest position of the batch in the text model."""
-        self.images: DealtImages | None = None
+    def __init__(self, sharding: ShardingHooks):
+        self.sharding = sharding
         AttentionMaskInterface.register(OUTSIDE, mask_recipe)
-        if model is not given:
-            self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
-            self.handles.append(given.register_forward_hook(self.end, always_call=True))
-            self.images = None if self.is_alone else DealtImages(given, self)
-
-    def remove(self) -> None:
-        super().remove()
-        if self.images is not None:
-            self.images.remove()
-
-    def stop_sharing_prefixes(self) -> None:
-        self.min_tokens = None
-        if self.is_alone:
-            self.remove()
-
-    def forget_batch(self) -> None:
-        super().forget_batch()
-        self.batch_hash, self.position_ids, self.is_compared, self.has_gradient = None, None, False, False
-        self.tree = None
+        if (outer := sharding.outer) is not sharding.model:
+            sharding.handles.append(outer.register_forward_pre_hook(self.begin, with_kwargs=True))
+            sharding.handles.append(outer.register_forward_hook(self.end, always_call=True))
+            if not sharding.is_alone:
+                sharding.handles.append(DealtImages(self))
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""
-        self.take_chosen_attention()
+        """Hashes the outer model's batch. From now on masks are recorded as recipes instead of made."""
+        sharding = self.sharding
+        sharding.take_chosen_attention()
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
-        self.has_gradient = any(tensor.requires_grad for tensor in tensors)
-        self.position_ids = kwargs.get("position_ids")
+        forward = Forward(sharding.at_rest if sharding.is_alone else OUTSIDE, position_ids=kwargs.get("position_ids"))
+        forward.has_gradient = any(tensor.requires_grad for tensor in tensors)
+        sharding.run(forward)
         if cache_in(kwargs) is not None:
-            self._run_whole(True)
-        elif not self.is_alone:
-            self.batch_hash, self.calls = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)}), 0
-            self.model.config._attn_implementation = OUTSIDE
+            sharding.bypass()
+        elif not sharding.is_alone:
+            forward.batch_hash = hash_of({str(i): bits(tensor) for i, tensor in enumerate(tensors)})
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.forget_batch()
-        self._rest()
+        self.sharding.run(Forward(self.sharding.at_rest, last_position=self.sharding.forward.last_position))
 
-    def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
-        self.take_chosen_attention()
-        if (why := _row_by_row(kwargs, self.is_alone)) is not None:
+        sharding, forward = self.sharding, self.sharding.forward
+        sharding.take_chosen_attention()
+        if (why := _row_by_row(kwargs, sharding.is_alone)) is not None:
             tokens = next((each for each in (*args, *map(kwargs.get, _TOKENS)) if each is not None), None)
-            self.last_batch = 0 if tokens is None else tokens.shape[:2].numel(), 0, why
-            self._run_whole(True)
+            sharding.last_batch = 0 if tokens is None else tokens.shape[:2].numel(), 0, why
+            sharding.bypass()
             return args, kwargs
-        if self.calls and self.batch_hash is not None:
+        if forward.calls and forward.batch_hash is not None:
             raise ValueError(f"{type(module).__name__} is called twice in a forward, expected once; leave it whole")
-        self.calls += 1
-        recipes = self._take_recipes(kwargs)
-        given = self._given(args, kwargs)
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
-        if self.is_compared:
-            self.last_of_batch = given["position_ids"].max() if "position_ids" in given else tokens.shape[1] - 1
-        self.tree = self._tree(given, tokens, recipes)
-        if self.is_alone and self.tree is None:
-            self._run_whole(True)
+        recipes = _take_recipes(kwargs)
+        batch = self._by_name(args, kwargs)
+        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+        tree = self._tree(batch, tokens, recipes)
+        if sharding.is_alone and tree is None:
+            sharding.bypass()
             return args, kwargs
-        self._run_whole(False)
-        args, kwargs = super().check_batch(module, (), self._cut(given, tokens))
-        layout, window = self.layout, getattr(self.model.config, "sliding_window", None)
+        sharding.run(replace(forward, attention=NAME, is_bypassed=False, calls=forward.calls + 1, tree=tree))
+        shard, layout = self._cut(batch, tokens)
+        window = getattr(sharding.model.config, "sliding_window", None)
         layout.is_masked_outside = any(recipes)
         layout.spans = tuple(spans_of(recipe, window) if recipe else () for recipe in recipes)
-        if rows := max(map(len, layout.spans)):
-            layout.documents *= rows if len(layout.documents) == 1 else 1
-        return args, kwargs
+        if (rows := max(map(len, layout.spans))) and len(layout.documents) == 1:
+            layout.documents = layout.documents * rows  # the same for each row
+        sharding.forward.layout = layout
+        return (), shard
 
-    def _tree(self, given: dict[str, Any], tokens: Tensor, recipes: list[MaskRecipe | None]) -> PrefixTree | None:
-        """Returns the prefix tree of a batch; None if each row is computed by itself."""
-        if self.min_tokens is None:
-            return None
-        if any(recipe and recipe.spans is not None for recipe in recipes):
-            tree = "the model makes masks before its text model"
-        elif self.has_gradient or (tokens.grad_fn is None and tokens.requires_grad):
-            tree = "inputs require a gradient, each row its own"
-        else:
-            check_has_masks(self.implementation)
-            averages = averages_padding(self.model, self.implementation)
-            tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens, averages)
-        saved, why = (0, tree) if isinstance(tree, str) else (tree.saved, None)
-        self.last_batch = tokens.shape[:2].numel(), saved, why
-        return None if isinstance(tree, str) else tree
-
-    def _layout_of(self, local: int, positions: Tensor, mask: Tensor | None) -> Layout:
-        if self.tree is None:
-            return super()._layout_of(local, positions, mask)
-        layout = Layout(self.sp_group, local, (self.tree.documents,), self.implementation)
-        layout.parents = self.tree.parents
-        return layout
-
-    def compare_batch(self) -> None:
-        """Raises ValueError on every rank if the ranks of the group have different batches. Called before the first
-        collective of a forward, once: one small collective and one wait for the device."""
-        if not self.is_compared:
-            none = torch.zeros(1, 1, dtype=torch.int64, device=self.batch_hash.device)
-            super()._same_batch(none, {"position_ids": none}, self.batch_hash)
-            self.is_compared = True
-
-    def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
-        is_known = self.is_compared or self.is_alone
-        last_position = self.last_of_batch if is_known else super()._same_batch(tokens, kwargs, batch_hash)
-        return last_position if self.tree is None else self.tree.last_position
-
-    def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
-        """Replaces masks that were made outside the text model by the padding mask. Returns their recipes, for layers
-        without a window and with one."""
-        mask = kwargs.get("attention_mask")
-        of_kinds = mask if isinstance(mask, dict) else dict.fromkeys(_KINDS, mask)
-        if of_kinds.keys() - set(_KINDS) or not any(isinstance(each, MaskRecipe) for each in of_kinds.values()):
-            return [None, None]
-        found = [of_kinds.get(kind) for kind in _KINDS]
-        kwargs["attention_mask"] = next(recipe.padding for recipe in found if recipe is not None)
-        return found
-
-    def _use_attention(self) -> None:
-        """Sets the model's attention to `NAME`. In a single process sets it to a name that uses `NAME` for calls with a
-        layout and the original attention for others."""
-        name = self.implementation
-        if self.is_alone:
-            self.at_rest = f"{NAME}_or_{name}"
-            AttentionInterface.register(self.at_rest, UlyssesFunction(otherwise=name))
-        if self.is_alone and name in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[name])
-        super()._use_attention()
-
-    def _run_whole(self, is_whole: bool) -> None:
-        self.is_whole = is_whole
-        self.model.config._attn_implementation = self.implementation if is_whole else NAME
-        for each in self.replaced:
-            each.is_whole = is_whole
-
-    def _given(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the text model's arguments by name."""
         if len(args) > 1:
             raise ValueError("over ranks: expected input_ids or inputs_embeds first, and the rest by keyword")
         kwargs = kwargs | ({"input_ids": args[0]} if args else {})
         if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = self.position_ids
-        given = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
-        if "input_ids" not in given and "inputs_embeds" not in given:
-            raise ValueError(f"{type(self.model).__name__}: expected input_ids or inputs_embeds, got neither")
-        return given
+            kwargs["position_ids"] = self.sharding.forward.position_ids
+        batch = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
+        if "input_ids" not in batch and "inputs_embeds" not in batch:
+            name = type(self.sharding.model).__name__
+            raise ValueError(f"{name}: expected input_ids or inputs_embeds, got neither")
+        if BATCH_HASH in batch:
+            raise ValueError(
+                'this batch is a shard already, expected a whole one: batches="whole" cuts it inside the model'
+            )
+        return batch
 
-    def _cut(self, given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-        """Returns this rank's part of the text model's arguments. Raises ValueError if one cannot be cut."""
+    def _tree(self, batch: dict[str, Any], tokens: Tensor, recipes: list[MaskRecipe | None]) -> PrefixTree | None:
+        """Returns the prefix tree of a batch; None if each row is computed by itself."""
+        sharding = self.sharding
+        if sharding.min_tokens is None:
+            return None
+        if any(recipe and recipe.spans is not None for recipe in recipes):
+            tree = "the model makes masks before its text model"
+        elif sharding.forward.has_gradient or (tokens.grad_fn is None and tokens.requires_grad):
+            tree = "inputs require a gradient, each row its own"
+        else:
+            check_has_masks(sharding.implementation)
+            averages = averages_padding(sharding.model, sharding.implementation)
+            tree = prefix_tree(batch, *tokens.shape[:2], sharding.min_tokens, averages)
+        saved, why = (0, tree) if isinstance(tree, str) else (tree.saved, None)
+        sharding.last_batch = tokens.shape[:2].numel(), saved, why
+        return None if isinstance(tree, str) else tree
+
+    def compare_batch(self) -> None:
+        """Raises ValueError on every rank if the ranks of the group have different batches. Called before the first
+        collective of a forward, once: one small collective and one wait for the device."""
+        forward = self.sharding.forward
+        if not forward.is_compared:
+            none = torch.zeros(1, 1, dtype=torch.int64, device=forward.batch_hash.device)
+            self.sharding.compare(none, {"position_ids": none}, forward.batch_hash)
+            forward.is_compared = True
+
+    def _cut(self, batch: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Any], Layout]:
+        """Returns this rank's part of the text model's arguments, and the layout. Raises ValueError if an argument
+        cannot be cut, and on every rank if the ranks have different batches."""
+        sp_group, forward = self.sharding.sp_group, self.sharding.forward
+        (rows, length), tree = tokens.shape[:2], forward.tree
+        batch.setdefault("position_ids", torch.arange(length, device=tokens.device)[None])
         if tokens.requires_grad and (tokens.is_leaf or depends_on_all_ranks(tokens)):  # each rank needs its gradient
-            given["inputs_embeds"] = with_whole_gradient(tokens, self.sp_group)
-        rows, length = tokens.shape[:2]
-        if self.tree is not None:
-            given, (rows, length) = self.tree.flat(given), (1, len(self.tree.taken))
-        local = -(-length // self.sp_group.size)
-        ranks = torch.arange(length) // local  # each holds `local` consecutive tokens of a row
-        self.owners = Owners.of_ranks(ranks.expand(rows, -1), self.sp_group)
-        for name, value in given.items():
-            if name != "input_ids" and (found := self._features(value, given)) is not None:
-                given[name] = found
+            batch["inputs_embeds"] = with_whole_gradient(tokens, sp_group)
+        if tree is not None:
+            batch, (rows, length) = tree.flat(batch), (1, len(tree.taken))
+        forward.owners = Owners.of_parts(rows, length, sp_group)
+        for name, value in batch.items():
+            if name != "input_ids" and (features := _own_features(value, batch, forward.owners)) is not None:
+                batch[name] = features
             elif _has_tokens(name, value, rows, length):
                 shapes = [list(each.shape) for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
                 raise ValueError(
-                    f"{name} of {type(self.model).__name__} has its tokens in an unknown place: {shapes} for {rows} x "
-                    f"{length} tokens; leave the model whole: sp.restore(model)"
+                    f"{name} of {type(self.sharding.model).__name__} has its tokens in an unknown place: {shapes} for "
+                    f"{rows} x {length} tokens; leave the model whole: sp.restore(model)"
                 )
-        if self.tree is not None:
-            self.owners = Owners(self.tree.places, local, self.sp_group)
-        return parts_of(given, [self.sp_group.rank], self.sp_group.size, self.batch_hash)[0]
+        check_tokens(batch, rows, length, "one value a token")
+        layout = self._layout(batch, rows, length)
+        [shard] = shards_of(batch, rows, length, [sp_group.rank], sp_group.size)
+        layout.position_ids = shard["position_ids"]
+        if tree is not None:
+            forward.owners = Owners(tree.places, layout.local, sp_group)
+        return shard, layout
 
-    def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
-        """Returns this rank's part of features of masked tokens, a list of [n, K] by layer; None for any other
-        value."""
-        are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value)
-        if not are_tensors or any(each.dim() != 2 for each in value):
-            return None
-        others = [mask for name, mask in given.items() if isinstance(mask, Tensor) and name != "attention_mask"]
-        masks = [mask for mask in others if mask.dtype == torch.bool and mask.shape == self.owners.shape]
-        if len(masks) != 1:
-            return None
-        masked, _ = self.owners.viewed(lambda tokens: tokens[masks[0]], masks[0].device)  # waits for the device
-        return [masked.own(each) for each in value] if {*map(len, value)} == {*masked.shape} else None
+    def _layout(self, batch: dict[str, Any], rows: int, length: int) -> Layout:
+        """Returns the layout of a whole batch. One small collective if the ranks' batches were not compared before, and
+        one wait for the device. Raises ValueError on every rank if they differ."""
+        sharding, forward = self.sharding, self.sharding.forward
+        tree, mask, local = forward.tree, batch.get("attention_mask"), -(-length // sharding.sp_group.size)
+        if tree is None or not (sharding.is_alone or forward.is_compared):
+            batch_hash = hash_of_tokens(batch, rows, length) if forward.batch_hash is None else forward.batch_hash
+            tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+            edges = document_edges(batch["position_ids"], mask)
+            forward.last_position, edges = sharding.compare(tokens, batch, batch_hash, edges)
+        if tree is not None:
+            forward.last_position = tree.last_position
+            layout = Layout(sharding.sp_group, local, (tree.documents,), sharding.implementation)
+            layout.parents = tree.parents
+            return layout
+        layout = Layout(sharding.sp_group, local, documents_at(edges, mask is not None), sharding.implementation)
+        layout.has_mask = mask is not None
+        check_lengths(batch, layout)
+        if layout.length > length:
+            layout.whole_length = length
+            if mask is None:  # padding is a document of its own
+                layout.documents = tuple((*row, (length, layout.length)) for row in layout.documents)
+        return layout
 
-    def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output with hidden states of all tokens, of which each rank holds its own."""
         return tree_map_only(Tensor, self._of_all, output)
 
     def _of_all(self, value: Tensor) -> Tensor:
         """Returns a tensor of the text model's output; if it is of this rank's tokens, as one of all tokens."""
-        (rows, length), local, owners = self.owners.shape, self.layout.local, self.owners
+        forward, sp_group = self.sharding.forward, self.sharding.sp_group
+        owners, local = forward.owners, forward.layout.local
+        rows, length = owners.shape if forward.tree is None else (1, local * sp_group.size)
         if value.dim() < 2:
             return value
-        if self.tree is not None:
-            rows, length = 1, local * self.sp_group.size
         if value.shape[0] == rows * local and value.dim() == 2:  # a router's logits
-            value, owners = value.view(rows, local, -1), owners.flat()
+            value, owners = value.view(rows, local, -1), owners.viewed(lambda tokens: tokens.flatten(0, 1))[0]
         if tuple(value.shape[:2]) != (rows, local):
             return value
-        own = max(0, min(local, length - self.sp_group.rank * local))
+        own = max(0, min(local, length - sp_group.rank * local))
         return shared(value[:, :own].flatten(0, 1), owners)
 
-    def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
-        super().forget_layout(module, args, output)
-        self.owners = self.tree = None
-        if self.is_alone or (self.is_whole and self.batch_hash is None):
-            self._rest()
 
-    def _rest(self) -> None:
-        """Puts the model into the state between two forwards, which a checkpoint's recomputation needs."""
-        self._run_whole(False)
-        self.model.config._attn_implementation = self.at_rest
+def _take_recipes(kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
+    """Replaces masks that were made outside the text model by the padding mask. Returns their recipes, for layers
+    without a window and with one."""
+    mask = kwargs.get("attention_mask")
+    of_kinds = mask if isinstance(mask, dict) else dict.fromkeys(_KINDS, mask)
+    if of_kinds.keys() - set(_KINDS) or not any(isinstance(each, MaskRecipe) for each in of_kinds.values()):
+        return [None, None]
+    found = [of_kinds.get(kind) for kind in _KINDS]
+    kwargs["attention_mask"] = next(recipe.padding for recipe in found if recipe is not None)
+    return found
+
+
+def _own_features(value: Any, batch: dict[str, Any], owners: Owners) -> list[Tensor] | None:
+    """Returns this rank's part of features of masked tokens, a list of [n, K] by layer; None for any other
+    value."""
+    are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value)
+    if not are_tensors or any(each.dim() != 2 for each in value):
+        return None
+    others = [mask for name, mask in batch.items() if isinstance(mask, Tensor) and name != "attention_mask"]
+    masks = [mask for mask in others if mask.dtype == torch.bool and mask.shape == owners.shape]
+    if len(masks) != 1:
+        return None
+    masked, _ = owners.viewed(lambda tokens: tokens[masks[0]], masks[0].device)  # waits for the device
+    return [masked.own(each) for each in value] if {*map(len, value)} == {*masked.shape} else None
 
 
 def _row_by_row(kwargs: dict[str, Any], is_alone: bool) -> str | None:

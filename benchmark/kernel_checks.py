@@ -30,7 +30,7 @@ from seqtile.kernels.dispatch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.ops.linear import WeightGrad
+from seqtile.ops.weight_grads import WeightGrad
 from seqtile.renamed import enable_checkpointing
 
 ROWS = 32  # of a tile, spread over it, the last one among them

@@ -28,7 +28,7 @@ from seqtile.kernels.dispatch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.ops.linear import WeightGrad
+from seqtile.ops.weight_grads import WeightGrad
 
 WARM, TURNS = 3, (30 if DEVICE == "cuda" else 3)
 

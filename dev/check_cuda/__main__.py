@@ -31,7 +31,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils  # noqa
 import seqtile  # noqa: E402
 from kernels.ahead import launches  # noqa: E402
 from seqtile.kernels import dispatch  # noqa: E402
-from seqtile.ops.linear import LowRank, WeightGrad  # noqa: E402
+from seqtile.ops.linear import LowRank  # noqa: E402
+from seqtile.ops.weight_grads import WeightGrad  # noqa: E402
 from seqtile.sp.backends import LocalAttention, attend  # noqa: E402
 from seqtile.sp.groups import ALONE  # noqa: E402
 from seqtile.sp.heads import Rows, count, rank_heads, width  # noqa: E402

@@ -246,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         "uncached: layers that are tiled make a cache in training",
-        "uncached_forward.forward",
+        "forward_without_cache.forward",
         'return original(self, **given | {"use_cache": False})',
         "return original(self, *args, **kwargs)",
         ("models/test_families.py",),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from seqtile.models.forward import cache as base_model
+from seqtile.models.forward import without_cache as base_model
 from seqtile.models.forward.around_attention import LayerArguments
 from seqtile.models.placement import Options
 from seqtile.proof import first_step
@@ -69,7 +69,7 @@ def test_a_model_in_training_keeps_a_cache_that_it_is_given(name: str) -> None:
     parameters = inspect.signature(original).parameters.values()
     renamed = [each.replace(name=name) if each.name == "cache" else each for each in parameters]
     original.__signature__ = inspect.Signature(renamed)
-    forward, model = base_model.uncached_forward(Options(check=False), original), Model()
+    forward, model = base_model.forward_without_cache(Options(check=False), original), Model()
     model.config = type("Config", (), {"use_cache": False})
     forward(model, 1, use_cache=True)
     forward(model, 1, DynamicCache(), use_cache=True)

@@ -15,9 +15,9 @@ from transformers.utils import can_return_tuple
 import seqtile
 from models.layered import in_groups, tiled_copy, whole
 from seqtile.models.chunked import InChunks
-from seqtile.models.forward import cache as base_model
 from seqtile.models.forward import layer as layers
 from seqtile.models.forward import mlp
+from seqtile.models.forward import without_cache as base_model
 from seqtile.models.forward.loss import _cross_entropy as tiled_cross_entropy
 from seqtile.models.logits.recipe import LogitsRecipe
 from seqtile.ops.head.reduction import divided

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from seqtile import gated_mlp
-from seqtile.ops.linear import WeightGrad
+from seqtile.ops.weight_grads import WeightGrad
 from support.assertions import relative_error
 from support.measure import FlopCount, LiveBytes, eager_memory
 

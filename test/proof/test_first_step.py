@@ -19,7 +19,7 @@ from models.layered import KINDS, packed
 from models.test_layer_sharing import built
 from seqtile.models.apply import apply
 from seqtile.models.forward import around_attention
-from seqtile.models.forward.cache import base_models_of
+from seqtile.models.forward.without_cache import base_models_of
 from seqtile.models.parts import LOSS
 from seqtile.models.placement import Options, unplace
 from seqtile.models.status import outcome_of

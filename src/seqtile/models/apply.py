@@ -151,7 +151,7 @@ def _forward_in_place_of(part: Part, options: Options, original: Callable) -> Ca
 
 
 def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple[nn.Module, Part]], dict[str, str]]:
-    """Returns the modules of a model that can be tiled, and why others, by the names of their classes, are not.
+    """Returns (module, part) pairs to tile, and for the rest {class name: reason}.
     ValueError if no layer can, and they are asked for."""
     found, refused = [], {}
     differing = proof(model)

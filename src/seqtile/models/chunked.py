@@ -49,7 +49,7 @@ class InChunks:
     """
 
     def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
-        """`once`: one of the modules, whose parametrized weights the caller computes, once for all chunks."""
+        """`once`: the module whose parametrized weights the caller computes a single time, before the loop."""
         self.name = type(next(iter(modules.values()))).__name__
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
         parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # whose attributes are fixed

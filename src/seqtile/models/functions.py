@@ -61,8 +61,8 @@ def defining_path(function: Any) -> str:
 
 
 def home_of(function: Callable) -> str:
-    """Returns the name of the module in which a function was written; of text that was executed, by `exec` in whosever
-    namespace, such as "<string>"."""
+    """Returns the name of the Python module in which a function was written; of code made by `exec` its file, such as
+    "<string>"."""
     function = unbound(function)
     if type(function) is not FunctionType:  # an object may pass on the attributes of what it wraps
         return type(function).__module__

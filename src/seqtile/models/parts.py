@@ -6,11 +6,11 @@ from typing import NamedTuple
 from torch import nn
 
 from seqtile.models.find import experts_in, layers_of, mlps_of
-from seqtile.models.forward.cache import base_models_of, uncached_forward
 from seqtile.models.forward.layer import check_head_groups, layer_verdict, tiled_layer_forward
 from seqtile.models.forward.loss import loss_verdict, tiled_loss_forward
 from seqtile.models.forward.mlp import experts_verdict, mlp_verdict, tiled_experts_forward, tiled_mlp_forward
 from seqtile.models.forward.norm import norms_of, tiled_norm_forward
+from seqtile.models.forward.without_cache import base_models_of, forward_without_cache
 from seqtile.models.placement import Options
 from seqtile.models.read import check_untransformed
 from seqtile.models.verdict import Verdict
@@ -54,7 +54,7 @@ MLP = Part("mlp", mlps_of, tiled_mlp_forward, mlp_verdict, swapped=True)
 EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swapped=True)
 LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict, takes_head_groups=True)
 NORM = Part("layer", norms_of, tiled_norm_forward, swapped=True)
-BASE = Part("layer", base_models_of, uncached_forward, is_model=True)
+BASE = Part("layer", base_models_of, forward_without_cache, is_model=True)
 # Where neither the loss nor layers are tiled; below the head for those who call that alone.
 CHECK = Part(
     "", lambda model: list(dict.fromkeys((model, model.base_model))), lambda _, original: original, is_model=True

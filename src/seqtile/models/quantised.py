@@ -41,8 +41,8 @@ _LAYOUTS = {  # of torchao.quantization
 
 
 def seen_weight(module: torch.nn.Module) -> Any:
-    """Returns a layer's weight to look at, without what reading it does under ZeRO-3: it is gathered, and from then on
-    as long as the module that is running now runs, or its backward."""
+    """Returns a layer's weight for inspection only: ZeRO-3 does not gather it, which would last until the module that
+    is running, or its backward, ends."""
     parameter = module._parameters.get("weight")
     return module.weight if parameter is None else parameter
 
@@ -53,7 +53,7 @@ def is_quantised(module: Any) -> bool:
 
 
 def decoding_reason(module: Any) -> str | None:
-    """Says why computing with a quantised layer's decoded weight is not calling it, whatever is around its forward."""
+    """Says why F.linear with the decoded weight of a quantised layer differs from its forward; looks at no hooks."""
     if (layout := _layout_of(module)) is not None:
         if any(getattr(module.weight, name, None) is not None for name in layout.of_inputs):
             return f"quantises or scales its input ({type(module.weight).__name__})"
@@ -75,7 +75,7 @@ def has_4_bits(model: torch.nn.Module) -> bool:
 
 
 def computing_dtype(module: Any) -> torch.dtype | None:
-    """Returns the dtype in which a quantised layer computes, whatever its input's; None if in that."""
+    """Returns the fixed dtype in which a quantised layer computes; None if it computes in that of its input."""
     return module.weight.dtype if _layout_of(module) is not None else getattr(module, "compute_dtype", None)
 
 

@@ -205,8 +205,7 @@ def _body_text(function: ast.FunctionDef) -> str:
 
 
 def _expression_of(code: CodeType) -> ast.expr | None:
-    """Returns what a function of straight-line code returns, as one expression of its arguments, which are called x, y
-    and z in their order; None of any other function."""
+    """Inlines a function without branches to one expression in x, y and z, its arguments in order; else None."""
     function = _parsed(code)
     if function is None:
         return None

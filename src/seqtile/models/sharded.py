@@ -39,8 +39,8 @@ _in_loop: ContextVar[list[_Hook] | None] = ContextVar("in_loop", default=None)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Returns whether collectives gather weights inside a module, which all ranks must call alike: under ZeRO-3, or if
-    FSDP2 shards a submodule by itself."""
+    """Returns whether a module has parameters of ZeRO-3, or a submodule that FSDP2 shards by itself. All ranks must
+    then call it alike."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters()) or bool(_sharded_inside(module))
 
 

@@ -227,7 +227,7 @@ def _package_at(module: nn.Module) -> str:
 
 
 def _joined(way: str, reasons: Counter) -> str | None:
-    """Returns why modules are computed in a way; of several reasons each with the number of modules."""
+    """Joins the reasons why modules are computed in a way; of several gives the number of modules."""
     found = {reason: count for (how, reason), count in reasons.items() if how == way and reason}
     return "; ".join(f"{reason} ({count})" if len(found) > 1 else reason for reason, count in found.items()) or None
 

@@ -1,4 +1,5 @@
-"""Decides how a module is computed, and why. The verdict is kept until something that it depends on changes.
+"""Keeps how a module is computed, and why, until something that this depends on changes. Functions that end in
+`_verdict`, in forward/, decide it.
 
     verdicts.of(layer)       inspects the layer's modules, classes and functions        the first time
                              compares these with what they were, one by one, by identity   afterwards
@@ -100,7 +101,7 @@ class Verdicts:
         return self._inspect(module, dtype) if torch.compiler.is_compiling() else self.kept(module, dtype)
 
     def kept(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
-        """Returns the same where no compiler runs."""
+        """Like `of`, outside torch.compile: returns the verdict that was kept, or a new one if something changed."""
         kept = self._kept.get(module)
         try:
             if kept is not None and all(map(is_, kept.now(module, dtype), kept.seen)):

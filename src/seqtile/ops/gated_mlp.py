@@ -26,8 +26,9 @@ from seqtile.ops.checks import (
     check_shape,
 )
 from seqtile.ops.chunks import chunks, is_trial, mlp_chunk_tokens, to_be_filled
-from seqtile.ops.linear import LowRank, NodeParams, Projection, finish_weight_grads, main_grads_of, tensors_of, views_of
+from seqtile.ops.linear import LowRank, NodeParams, Projection, main_grads_of, tensors_of, views_of
 from seqtile.ops.save_early import save_early, saved_for
+from seqtile.ops.weight_grads import finish_weight_grads
 
 _OP = "gated_mlp"
 Projections = tuple[Projection, ...]

@@ -5,7 +5,7 @@ import torch
 from seqtile.kernels.dispatch import rms_norm as write_rms_norm
 from seqtile.kernels.dispatch import rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.linear import WeightGrad, main_grad_of
+from seqtile.ops.weight_grads import WeightGrad, main_grad_of
 
 
 @torch.compiler.disable(reason="seqtile.rms_norm launches its kernel")

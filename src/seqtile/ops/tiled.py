@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.graph import gradients_of, leaves_behind
-from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.ops.save_early import Unchanged, save_early, saved_for, saved_unseen
 from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal
+from seqtile.ops.weight_grads import finish_weight_grads, main_grad_of, weight_grads
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8  # by `check=True`
@@ -102,7 +102,7 @@ def tiled_part(
     always: bool = False,
     used_alone: bool = False,
 ) -> Outputs:
-    """Does the same as `tiled`, for a caller that gathers sharded parameters in the forward and in the backward.
+    """Is `tiled` without the check for sharded parameters: the caller gathers them, in the forward and in the backward.
 
     Args:
         always: compute a single chunk like several, so that gradients arrive in the same order on all ranks, however
@@ -205,7 +205,9 @@ class Call(NamedTuple):
 
 
 class TiledFunction(torch.autograd.Function):
-    """`first` are the outputs of the first chunk. `tensors` are those of `given`, then leaves that represent
+    """Runs a function once a chunk, and again, with gradients, in the backward.
+
+    `first` are the outputs of the first chunk. `tensors` are those of `given`, then leaves that represent
     `call.params` and receive their gradients."""
 
     @staticmethod

@@ -227,8 +227,8 @@ def _not_comparable(model: nn.Module, original: Callable, tensors: list[torch.Te
 def _part_that_differs(
     ranks: Ranks, placed: Placed, difference_of: Callable[[Placed], Difference | None]
 ) -> tuple[str, str | None]:
-    """Returns the first part that differs when it alone is tiled, as the error says it, by its modules' class, and as
-    it is asked for; "" and None if none does alone."""
+    """Tiles one part at a time: returns the text for the error, and the option, of the first that differs; else "" and
+    None."""
     kinds: dict[tuple[str, str], Placed] = {}
     for module, placement in placed.items():
         owner = "" if placement.part == "layer" else f" ({name_of(module)})"

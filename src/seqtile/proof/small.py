@@ -343,7 +343,7 @@ def set_field(config: PreTrainedConfig, name: str, value: Any) -> None:
 
 
 def _another(everywhere: Any, here: Any) -> Any:
-    """Returns a size of some layers so that it differs from the others' even if both were reduced to the same."""
+    """Returns a size of some layers that stays different from the other layers' when both are reduced."""
     return 2 * here if _is_count(here) and here == everywhere else here
 
 

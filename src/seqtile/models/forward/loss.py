@@ -195,7 +195,7 @@ def loss_verdict(model: nn.Module) -> Verdict:
 
 
 def _with_loss(model: nn.Module, head: Verdict) -> Verdict:
-    """Returns the verdict on a head with that on the model's loss function."""
+    """Adds an error to a head's verdict if the model's loss function is not the one that is tiled."""
     if head.how == "untiled":
         return left_untiled(model, head.reason)
     if (unknown := _unknown_loss_reason(model.loss_function)) is None:

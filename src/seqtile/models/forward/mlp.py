@@ -205,7 +205,7 @@ def is_mxfp4(module: nn.Module) -> bool:
 
 
 def num_experts(module: nn.Module) -> int:
-    """Returns how many experts a module holds the weights of: itself, in no layer of its own; 0 of none."""
+    """Returns the number of experts whose weights are parameters of the module itself, not of its children; else 0."""
     shapes = [getattr(weight, "ds_shape", weight.shape) for weight in own_weights(module)]  # ZeRO-3's shards differ
     made = (part for parts in module.parametrizations.values() for part in parts) if is_parametrized(module) else ()
     states = (getattr(part, "quant_state", None) for part in made)  # of bitsandbytes' 4 bits, which are packed

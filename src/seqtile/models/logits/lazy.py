@@ -24,7 +24,7 @@ from seqtile.models.read import leaves_of
 from seqtile.models.sharded import in_own_call, is_sharded
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.graph import gradients_of
-from seqtile.ops.linear import finish_weight_grads, main_grad_of, weight_grads
+from seqtile.ops.weight_grads import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.protocols import ShardedTokens
 from seqtile.tensor_like import ABOUT, CrossEntropy, input_first, is_in_place
 

@@ -28,9 +28,10 @@ from seqtile.ops.decoder_layer.attention_graph import (
 )
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
-from seqtile.ops.linear import NodeParams, finish_weight_grads, main_grad_of, tensors_of, views_of, weight_grads
+from seqtile.ops.linear import NodeParams, tensors_of, views_of
 from seqtile.ops.save_early import Unchanged
 from seqtile.ops.state import ForwardState
+from seqtile.ops.weight_grads import finish_weight_grads, main_grad_of, weight_grads
 from seqtile.protocols import SequenceParallelAttention
 
 
@@ -88,7 +89,9 @@ def attend_by_groups(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """`tensors` stand for the parameters, and for the `leaves` that attention uses besides, and take their
+    """The first node: norm, q, k, v, attention, and the output projection's gradient.
+
+    `tensors` stand for the parameters, and for the `leaves` that attention uses besides, and take their
     gradients."""
 
     @staticmethod

@@ -37,7 +37,7 @@ class QKVFunction(torch.autograd.Function):
 
 
 class LazyGradientFunction(torch.autograd.Function):
-    """An identity whose gradient is the one in `hooks.d_out`, taken out, so that nothing but the graph holds it."""
+    """An identity. Its backward takes the gradient out of `hooks.d_out`, so that nothing but the graph holds it."""
 
     @staticmethod
     def forward(ctx, out: torch.Tensor, hooks: "SavedTensors") -> torch.Tensor:

@@ -22,8 +22,9 @@ from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.chunks import chunks, to_be_filled
 from seqtile.ops.decoder_layer.params import LayerSizes, MLPParams
 from seqtile.ops.gated_mlp import MLPChunk
-from seqtile.ops.linear import NodeParams, Projection, finish_weight_grads, tensors_of
+from seqtile.ops.linear import NodeParams, Projection, tensors_of
 from seqtile.ops.save_early import saved_for
+from seqtile.ops.weight_grads import finish_weight_grads
 
 
 class PostAttentionFunction(torch.autograd.Function):

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from seqtile.kernels import LossOptions
 from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
 from seqtile.ops.chunks import chunks, is_trial, resolve_chunk_tokens, to_be_filled
-from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
+from seqtile.ops.weight_grads import WeightGrad, main_grad_of, scale_
 
 # For few rows MKL sums the products one by one in float32: with a real model's 49,152 words the error is 9e-5.
 _FEW_ROWS, _WORDS = 16, 1024

@@ -16,7 +16,7 @@ from seqtile.kernels.dispatch import cross_entropy_
 from seqtile.ops.checks import check_beside, check_loss_options, check_no_transform, check_reduction, values_known
 from seqtile.ops.head.chunks import ChunkedHeads, Head, LogitChunk
 from seqtile.ops.head.reduction import Divisor, labelled_rows, reduced, scatter_to_tokens
-from seqtile.ops.tensor_likes import dispatched
+from seqtile.ops.torch_function import dispatched
 
 _OP = "linear_cross_entropy"
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)

@@ -10,7 +10,7 @@ from seqtile.kernels.dispatch import divergence_
 from seqtile.ops.checks import check_device, check_loss_options, check_mask, check_number, check_reduction
 from seqtile.ops.head.chunks import ChunkedHeads, Head, LogitChunk
 from seqtile.ops.head.reduction import masked_loss
-from seqtile.ops.tensor_likes import dispatched
+from seqtile.ops.torch_function import dispatched
 
 _OP = "linear_divergence"
 

@@ -9,7 +9,7 @@ from seqtile.ops.checks import check_loss_options
 from seqtile.ops.head.chunks import ChunkedHeads, Head
 from seqtile.ops.head.cross_entropy import Values, labels_of, prepare_head, run_head
 from seqtile.ops.head.reduction import scatter_to_tokens
-from seqtile.ops.tensor_likes import dispatched
+from seqtile.ops.torch_function import dispatched
 
 _OP = "linear_log_probs"
 _VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean", "sum_squared_probs": "squares"}

@@ -18,7 +18,7 @@ from seqtile.kernels.eager import logits_of
 from seqtile.ops.checks import check_dense, check_device, check_loss_options, check_mask, check_reduction, values_known
 from seqtile.ops.head.chunks import ChunkedHeads, Head, LogitChunk
 from seqtile.ops.head.reduction import masked_loss
-from seqtile.ops.tensor_likes import dispatched
+from seqtile.ops.torch_function import dispatched
 
 _OP = "linear_topk_divergence"
 _SLACK = 1e-2  # half-precision log-probabilities may sum up to this much more than 1

@@ -23,7 +23,7 @@ def base_models_of(model: nn.Module) -> list[nn.Module]:
     return [module for module, names in arguments.items() if "use_cache" in names and names.keys() & {*CACHE_NAMES}]
 
 
-def uncached_forward(options: Options, original: Callable) -> Callable:
+def forward_without_cache(options: Options, original: Callable) -> Callable:
     """Returns a forward in place of `original`, that of a model without its head (a plain function), which makes no
     cache in training, however long the sequence, unless it is given one.
 

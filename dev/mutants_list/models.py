@@ -207,8 +207,8 @@ MUTANTS = (
     Mutant(
         "layer: called, without the output projection",
         "_LayerCall.behind_attention",
-        "output_projection(attn_output.flatten(2))",
-        "attn_output.flatten(2)",
+        "output_projection(attn_output)",
+        "attn_output",
         LAYER,
         select="called",
     ),

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 import seqtile
 from models.layered import assert_equal, whole
-from seqtile.models.chunked import InChunks
+from seqtile.models.forward.loss import head_verdict
 from seqtile.models.logits.lazy import LazyGradient, LazyLogits, lazy_logits
 from seqtile.models.logits.recipe import LogitsRecipe
 from support.assertions import relative_error, unread
@@ -65,7 +65,7 @@ def made() -> tuple[CountedHead, torch.Tensor]:
 
 
 def logits_of(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return lazy_logits(LogitsRecipe(x * 2, head, InChunks(head=head)))
+    return lazy_logits(LogitsRecipe(x * 2, head, head_verdict(head)))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_hooks_read_gradients_whatever_was_on_when_this_was_imported(mode: Calla
         spec.loader.exec_module(module)
     head, x = made()
     seen = []
-    logits = module.lazy_logits(LogitsRecipe(x * 2, head, InChunks(head=head)))
+    logits = module.lazy_logits(LogitsRecipe(x * 2, head, head_verdict(head)))
     logits.register_hook(lambda gradient: seen.append(gradient * 1))
     logits.logsumexp(-1).sum().backward()
     torch.testing.assert_close(seen[0], head(x * 2).softmax(-1))
@@ -128,7 +128,7 @@ def test_as_plain_logits(reader: str, steps: str) -> None:
     head, x = made()
     expected, leaves = read(then(head(x * 2))), (x, head.weight, head.bias)
     head.runs = 0
-    logits = lazy_logits(then(LogitsRecipe(x * 2, head, InChunks(head=head))))
+    logits = lazy_logits(then(LogitsRecipe(x * 2, head, head_verdict(head))))
     assert unread(logits) and logits.requires_grad and head.runs == 0
     found = read(logits)
     assert not isinstance(found, LazyLogits) and found.requires_grad == expected.requires_grad
@@ -211,7 +211,7 @@ CHANGES: dict[str, tuple[Callable, str]] = {
 def test_a_late_read_is_right_or_refused(change: str) -> None:
     apply, said = CHANGES[change]
     head, x = made()
-    logits, before, another = (lazy_logits(LogitsRecipe(x, head, InChunks(head=head))) for _ in range(3))
+    logits, before, another = (lazy_logits(LogitsRecipe(x, head, head_verdict(head))) for _ in range(3))
     read, later = before.sin(), another.logsumexp(-1)
     apply(head, x)
     for late in (logits.sin, lambda: logits.argmax(-1), logits.detach().exp, read.sum().backward, later.sum().backward):
@@ -233,7 +233,7 @@ class Waits(TorchDispatchMode):
 def test_a_read_and_its_backward_wait_once_each() -> None:
     """Whatever the number of weights."""
     head, x = made()  # a weight and a bias
-    logits = lazy_logits(LogitsRecipe(x, head, InChunks(head=head)))
+    logits = lazy_logits(LogitsRecipe(x, head, head_verdict(head)))
     with Waits() as reading:
         read = logits.logsumexp(-1).sum() + logits.sin().sum()
     with Waits() as backward:
@@ -274,7 +274,7 @@ def test_logits_for_who_follows_a_forward() -> None:
 def test_products_of_a_read_and_its_gradients(read: Callable) -> None:
     """One product in the forward; three in the backward, which recomputes the logits."""
     head, x = nn.Linear(D, V), torch.randn(B, S, D, requires_grad=True)
-    u, logits = 2 * B * S * D * V, lazy_logits(LogitsRecipe(x, head, InChunks(head=head)))
+    u, logits = 2 * B * S * D * V, lazy_logits(LogitsRecipe(x, head, head_verdict(head)))
     with FlopCount() as forward:
         total = read(logits).sum()
     with FlopCount() as backward:
@@ -491,7 +491,7 @@ def test_autocast_of_the_reader(of: str, reader: bool, forward: bool) -> None:
         "logsumexp": lambda logits: logits.logsumexp(-1),
     }[of]
     with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-        lazy, plain = lazy_logits(LogitsRecipe(x, head, InChunks(head=head))), head(x)
+        lazy, plain = lazy_logits(LogitsRecipe(x, head, head_verdict(head))), head(x)
     with torch.autocast("cpu", torch.bfloat16, enabled=reader):
         found, expected = read(lazy), read(plain)
     assert found.dtype == expected.dtype

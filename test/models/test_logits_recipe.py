@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
 
-from seqtile.models.chunked import InChunks
+from seqtile.models.forward.loss import head_verdict
 from seqtile.models.logits.recipe import LogitsRecipe
 from seqtile.proof import findings
 from seqtile.proof.difference import difference
@@ -62,7 +62,7 @@ READS = (
 
 def recipe_and_real() -> tuple[LogitsRecipe, torch.Tensor]:
     hidden, head = torch.randn(2, 5, D), nn.Linear(D, V)
-    return LogitsRecipe(hidden, head, InChunks(head=head)), head(hidden)
+    return LogitsRecipe(hidden, head, head_verdict(head)), head(hidden)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -14,11 +14,11 @@ from transformers.utils import can_return_tuple
 
 import seqtile
 from models.layered import in_groups, tiled_copy, whole
-from seqtile.models.chunked import InChunks
 from seqtile.models.forward import layer as layers
 from seqtile.models.forward import mlp
 from seqtile.models.forward import without_cache as base_model
 from seqtile.models.forward.loss import _cross_entropy as tiled_cross_entropy
+from seqtile.models.forward.loss import head_verdict
 from seqtile.models.logits.recipe import LogitsRecipe
 from seqtile.ops.head.reduction import divided
 from support.assertions import relative_error, unread
@@ -219,8 +219,8 @@ def test_the_number_of_items_may_be_on_another_device() -> None:
     """A head in chunks divides by it wherever it is, as Hugging Face's loss does. On tensors without data."""
     hidden, labels = torch.ones(1, 40, 8, device="meta"), torch.ones(1, 40, dtype=torch.long, device="meta")
     head = nn.Linear(8, 11, device="meta")
-    logits, items = LogitsRecipe(hidden, head, InChunks(head=head)), torch.tensor([41])
-    options = {"linears": (), "sharded": False, "chunk_tokens": CHUNK, "with_logits": False}
+    logits, items = LogitsRecipe(hidden, head, head_verdict(head)), torch.tensor([41])
+    options = {"chunked": True, "sharded": False, "chunk_tokens": CHUNK, "with_logits": False}
     loss = tiled_cross_entropy(logits, labels, num_items=items, **options)
     assert (loss.device.type, loss.shape) == ("meta", ())
     with FakeTensorMode():

@@ -13,7 +13,7 @@ a dict of its own; what it recorded leaves the tiled function as further outputs
     the whole                              the same tree,             {"router_logits": [[B * S, E]]}
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -48,8 +48,9 @@ class InChunks:
     because a module may hold this object.
     """
 
-    def __init__(self, once: nn.Module | None = None, **modules: nn.Module):
-        """`once`: the module whose parametrized weights the caller computes a single time, before the loop."""
+    def __init__(self, once: nn.Module | None = None, unread: Iterable[torch.Tensor] = (), **modules: nn.Module):
+        """`once`: the module whose parametrized weights the caller computes a single time, before the loop. `unread`:
+        tensors of the modules that what runs in chunks does not read, and that may be changed in place."""
         self.name = type(next(iter(modules.values()))).__name__
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
         parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # whose attributes are fixed
@@ -59,7 +60,7 @@ class InChunks:
         # PEFT raises the version of a weight whenever it computes one with an adapter in its place
         self._rewritten = {id(part.get_param()) for part in parts if type(part).__name__ == "ParamWrapper"}
         unused = {id(leaf) for part in parts for leaf in _of_inactive_adapters(part)}  # and may be trained meanwhile
-        self._rewritten |= unused
+        self._rewritten |= unused | set(map(id, unread))
         self._dicts = [each for part in parts for each in dicts_of(part)]
         self._parameters = [part._parameters for part in parts]
         held = [vars(part) for part in parts if part not in made]

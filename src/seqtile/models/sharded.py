@@ -28,7 +28,7 @@ from seqtile.models.functions import defining_path, innermost
 from seqtile.ops.state import exchanged, having
 
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
-_OF_TRIALS = "seqtile.proof."  # of a comparison, which look at what was gathered
+_OF_TRIALS = ("seqtile.proof.run.", "seqtile.proof.ranks.")  # of a comparison, which look at what was gathered
 _LEAF = "_z3_leaf"  # what DeepSpeed reads at every call of a module
 _MARK = "of seqtile"  # its value on modules marked here; True on DeepSpeed's own
 
@@ -125,7 +125,7 @@ def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callabl
 
     def between(*args: torch.Tensor) -> Any:
         for key, hook in [*module._forward_pre_hooks.items()]:
-            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
+            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, *_OF_TRIALS):
                 with as_called():
                     with_kwargs = key in module._forward_pre_hooks_with_kwargs
                     changed = hook(module, args, {}) if with_kwargs else hook(module, args)
@@ -138,7 +138,7 @@ def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callabl
             args = around.setup_input_hook(args)
         output = function(*args)
         for hook in [*module._forward_hooks.values()]:
-            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
+            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, *_OF_TRIALS):
                 with as_called():
                     changed = hook(module, args, output)
                 output = output if changed is None else changed
@@ -154,7 +154,7 @@ def _silenced(module: nn.Module) -> Iterator[_Hook]:
         for key, hook in hooks.items():
             if _is_of(hook, _OF_FSDP):
                 yield hooks, key, casts
-            elif _is_of(hook, _OF_DEEPSPEED, _OF_TRIALS):
+            elif _is_of(hook, _OF_DEEPSPEED, *_OF_TRIALS):
                 yield hooks, key, _nothing
 
 

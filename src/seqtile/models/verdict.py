@@ -150,10 +150,12 @@ class _Kept:
     def now(self, module: nn.Module, dtype: torch.dtype | None) -> Iterable[Any]:
         return chain(
             (dtype, torch._C._is_any_autocast_enabled(), type(module)),
+            module.__dict__,
             module.__dict__.values(),
             map(type, self._inside),
-            chain.from_iterable(chain(map(dict.values, self._dicts), self._lists)),
+            chain.from_iterable(chain(map(dict.keys, self._dicts), map(dict.values, self._dicts), self._lists)),
             map(ref, chain.from_iterable(map(dict.values, self._hooks))),
+            map(type, self._parameters),
             map(_DTYPE, self._parameters),
             map(getattr, self._owners, self._names),
             map(dict.get, self._globals, self._global_names),

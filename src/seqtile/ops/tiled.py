@@ -192,8 +192,7 @@ class Call(NamedTuple):
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
         """Returns the leaves for the chunk's inputs and shared tensors, and fn's outputs for them."""
         pieces = (*(self.cut(tensor, chunk) for tensor in given[: self.inputs]), *given[self.inputs :])
-        with_grad = torch.is_grad_enabled()  # without, a leaf is none to hooks that look for its gradient's node
-        leaves = [piece.detach().requires_grad_(with_grad and piece.requires_grad) for piece in pieces]
+        leaves = [piece.detach().requires_grad_(piece.requires_grad) for piece in pieces]
         guarded_pieces = held.guarded(leaves[: self.inputs]) if guarded else []
         with self.state.forward_autocast():
             outputs = self.fn(*(guard.tensor for guard in guarded_pieces), *leaves[len(guarded_pieces) :])

@@ -52,7 +52,7 @@ class _CacheOfChunks:
 
     def __init__(self, cache: Cache):
         self._cache = cache
-        self.get_seq_length = cache.get_seq_length
+        self.get_seq_length = getattr(cache, "get_seq_length", None)
         self.update_with: tuple | None = None
         """The further arguments of `update`, such as the layer's index."""
         self.is_filled = False
@@ -106,7 +106,8 @@ def call_layer_in_chunks(
     several streams [B, S, N, D] or [N, B, S, D]. `is_llamas`: the layer has Llama's shape. Given a cache, any other is
     called without gradients."""
     _install_look_up()
-    if isinstance(cache := cache_in(given), Cache):
+    cache = cache_in(given)
+    if isinstance(cache, Cache) or (is_llamas and hasattr(cache, "update") and not isinstance(cache, _CacheOfChunks)):
         of_chunks = _CacheOfChunks(cache)
         try:
             cached = given | {name: of_chunks for name in CACHE_NAMES if given.get(name) is cache}
@@ -127,6 +128,7 @@ def call_layer_in_chunks(
         heads[1:] = call.cache.add(*heads[1:], call.options)
     check_attention(call.module, heads[0], call.mask)
     attn_output = call.function(call.module, *heads, call.mask, **call.options)[0]
+    attn_output = attn_output if call.projects_again else attn_output.flatten(2)
     output, (rest, further) = call_with_further_outputs(
         call.behind_attention, modules, inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens
     )
@@ -303,7 +305,7 @@ class _LayerCall:
             contents = chunk.contents()
         else:  # it is given no dicts of its own, and attention's output is known
             output_projection = layer.self_attn.o_proj
-            layer = Overridden(layer, self_attn=lambda *_, **__: (output_projection(attn_output.flatten(2)), None))
+            layer = Overridden(layer, self_attn=lambda *_, **__: (output_projection(attn_output), None))
         output = self._run(hidden, chunk, lambda _: attended, layer)
         states, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(states, torch.Tensor):
@@ -322,8 +324,10 @@ class _LayerCall:
         return tree_unflatten(parts, self._spec)
 
     def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, stand_in: Callable, layer: Any) -> Any:
+        # torch's FlopCounterMode fails on a view of a leaf that is made without gradients.
+        states = hidden if self.axis == 1 else hidden.movedim(1, self.axis)
         with having(_stand_in, stand_in):
-            return self.forward(layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
+            return self.forward(layer, states.contiguous(), **chunk.given)
 
 
 def _by_token(name: str, heads: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ def _compute(
     if verdict.how == "fused" and (cache is None or not torch.is_grad_enabled()):  # gradients may flow through a cache
         return _llama_layer(verdict, options, layer, hidden, cache, **without_cache(given))
     chunk_tokens = mlp_chunk_tokens(options.chunk_tokens, hidden, verdict.mlp_size, verdict.sparsity)
-    modules = verdict.in_chunks[0] if verdict.in_chunks else InChunks(layer=layer)
+    modules = verdict.in_chunks[0] if verdict.in_chunks else _in_chunks(layer, verdict.form)
     return call_layer_in_chunks(layer, modules, inner, hidden, given, chunk_tokens, is_llamas=verdict.form is not None)
 
 
@@ -287,7 +287,14 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return Verdict("untiled", f"{reason}, and {refusal}", tileable=False)
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
-    return Verdict("chunked", reason, form=of_llama, sparsity=sparsity, in_chunks=(InChunks(layer=layer),))
+    return Verdict("chunked", reason, form=of_llama, sparsity=sparsity, in_chunks=(_in_chunks(layer, of_llama),))
+
+
+def _in_chunks(layer: nn.Module, form: LayerForm | None) -> InChunks:
+    """Returns a layer, to run in chunks around its attention. That of Llama's shape reads no tensor of its own, but the
+    attention function may, and change it."""
+    own = () if form is None else (layer.self_attn._parameters, layer.self_attn._buffers)
+    return InChunks(layer=layer, unread=[each for held in own for each in held.values() if each is not None])
 
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:

@@ -35,7 +35,6 @@ from seqtile.models.read import (
     is_transformed,
     process_unfused_reason,
     projection_unfused_reason,
-    split_lora,
 )
 from seqtile.models.sharded import gathered, in_own_call, is_sharded
 from seqtile.models.stand_in import standing_in, without_stand_ins
@@ -118,11 +117,11 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
 class LazyHead:
     """Stands in for a head while a forward runs; called with hidden states [..., D] it returns a LogitsRecipe."""
 
-    def __init__(self, head: nn.Module, parts: InChunks, cross_entropy: Callable):
-        self._head, self._parts, self._cross_entropy = head, parts, cross_entropy
+    def __init__(self, head: nn.Module, verdict: Verdict, cross_entropy: Callable):
+        self._head, self._verdict, self._cross_entropy = head, verdict, cross_entropy
 
     def __call__(self, hidden: torch.Tensor) -> LogitsRecipe:
-        return LogitsRecipe(hidden, self._head, self._parts, self._cross_entropy)
+        return LogitsRecipe(hidden, self._head, self._verdict, self._cross_entropy)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
@@ -150,6 +149,9 @@ class _Heads:
 
     def of(self, model: nn.Module) -> tuple[nn.Module | None, str, Verdict]:
         """Returns the module that holds the model's head, its name there, and how the loss is computed."""
+        if torch.compiler.is_compiling():  # which breaks the graph at weak references
+            owner, name = place_of_head(model)
+            return owner, name, loss_verdict(model)
         reference, name = self._places.get(model, (lambda: None, ""))
         owner = reference()
         if owner is None or owner._modules.get(name) is not head_of(model):
@@ -169,13 +171,13 @@ def _lazy_head(
     head = owner._modules[name]
     compute = partial(
         _cross_entropy,
-        linears=verdict.linears,
+        chunked=verdict.how == "chunked",
         chunk_tokens=options.chunk_tokens,
         sharded=verdict.sharded,
         with_logits=with_logits,
     )
     loss = partial(_loss, untiled=model.loss_function, compute=compute)
-    return standing_in(model, loss, owner, name, LazyHead(head, verdict.in_chunks[0], compute))
+    return standing_in(model, loss, owner, name, LazyHead(head, verdict, compute))
 
 
 def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor] | None) -> Any:
@@ -206,12 +208,12 @@ def _with_loss(model: nn.Module, head: Verdict) -> Verdict:
 
 def head_verdict(head: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
     """Finds how a head is computed; untiled if it holds something unknown."""
-    parts, reason = (InChunks(head=head),), head_unfused_reason(head)
-    if reason is None:
-        sharded = is_sharded(head) or gathers(head)
-        return Verdict("fused", linears=(split_lora(head, "lm_head"),), in_chunks=parts, sharded=sharded)
-    unknown = unknown_in(head, "head")
-    return Verdict("chunked", reason, in_chunks=parts) if unknown is None else Verdict("untiled", unknown)
+    reason, sharded = head_unfused_reason(head), is_sharded(head) or gathers(head)
+    if reason is not None and (unknown := unknown_in(head, "head")) is not None:
+        return Verdict("untiled", unknown)
+    in_chunks = () if torch.compiler.is_compiling() else (InChunks(head=head),)
+    # The head itself is not among what a verdict holds, since the verdict is kept as long as the head lives.
+    return Verdict("fused" if reason is None else "chunked", reason, sharded=sharded, in_chunks=in_chunks)
 
 
 def head_unfused_reason(head: nn.Module) -> str | None:
@@ -267,21 +269,21 @@ def _cross_entropy(
     target: torch.Tensor,
     *args: Any,
     num_items: torch.Tensor | int | None = None,
-    linears: tuple[LoraLinear, ...],
+    chunked: bool,
     sharded: bool,
     chunk_tokens: int | None,
     with_logits: bool,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
-    that is given; NotImplemented for what is not tiled. `linears`: the head; none if it runs in chunks. `with_logits`:
+    that is given; NotImplemented for what is not tiled. `with_logits`:
     if its weights are `sharded`, and so gathered, once, the logits are connected to them, too."""
     weight, _, ignore_index, _, reduction, label_smoothing = asked = CrossEntropy(*args, **kwargs)
     same_shape = target.shape == logits.shape[:-1] and not target.is_floating_point()
     if not same_shape or asked.is_deprecated or reduction not in ("mean", "sum"):
         return NotImplemented
     head, affine = logits.head, logits.affine
-    if not linears or affine is None:
+    if chunked or affine is None:
         if weight is not None or label_smoothing:
             return NotImplemented
         total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
@@ -290,7 +292,7 @@ def _cross_entropy(
         return divided(total, (target != ignore_index).sum() if num_items is None else num_items)
 
     def of_weight(hidden: torch.Tensor) -> torch.Tensor:
-        matrix, bias, *_ = linears[0].read()
+        matrix, bias, *_ = LoraLinear(head, name="lm_head").read()
         biases = [] if bias is None else [bias if affine.scale == 1 else bias * affine.scale]
         biases += [tensor.to(matrix.dtype) for tensor in affine.added]
         options = {"logit_scale": affine.scale, "softcap": affine.softcap, "chunk_tokens": chunk_tokens}

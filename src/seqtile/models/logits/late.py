@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from seqtile.models.chunked import InChunks
 from seqtile.models.logits.recipe import LogitsRecipe
 from seqtile.models.sharded import in_own_call
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
@@ -35,10 +36,11 @@ class AtForward:
 
     def __init__(self, recipe: LogitsRecipe):
         head, hidden = recipe.head, recipe.hidden
-        is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)  # and draws nothing
-        random = [] if is_plain else default_generators(hidden.device)
+        draws_nothing = recipe.verdict.how == "fused"  # a plain linear layer
+        random = [] if draws_nothing else default_generators(hidden.device)
         self._state = ForwardState(hidden.device, autocast_on(hidden.device), random)
-        self._head = recipe.parts.snapshot()
+        in_chunks = recipe.verdict.in_chunks or (InChunks(head=head),)  # the latter if a compiler traced the forward
+        self._head = in_chunks[0].snapshot()
         self._draws = any(module.training and getattr(module, "p", 0) for module in head.modules())  # dropout
         self._hidden = WatchedTensor(
             "the hidden states", hidden

@@ -56,9 +56,9 @@ class LogitsRecipe:
     """Represents head(hidden) [..., V] after some steps. If a forward calls torch's cross_entropy, `cross_entropy` runs
     instead; it returns NotImplemented for unknown arguments."""
 
-    def __init__(self, hidden: torch.Tensor, head: nn.Module, parts: Any, cross_entropy: Callable | None = None):
-        """`parts`: the head, to run in chunks, an `InChunks`."""
-        self.hidden, self.head, self.parts, self.cross_entropy = hidden, head, parts, cross_entropy
+    def __init__(self, hidden: torch.Tensor, head: nn.Module, verdict: Any, cross_entropy: Callable | None = None):
+        """`verdict`: the `Verdict` on the head."""
+        self.hidden, self.head, self.verdict, self.cross_entropy = hidden, head, verdict, cross_entropy
         self.views: tuple[View, ...] = ()
         """The views that made `hidden` from the head's input."""
         self.steps: tuple[Step, ...] = ()

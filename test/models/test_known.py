@@ -448,7 +448,7 @@ class OwnBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.first, self.second = nn.Linear(48, 1), OwnMLP(), OwnMLP()
+        self.router, self.first, self.second = nn.Linear(48, 1, bias=False), OwnMLP(), OwnMLP()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.router(x).sigmoid() * self.first(x) + self.second(x)

@@ -23,7 +23,7 @@ from seqtile.models.forward.without_cache import base_models_of
 from seqtile.models.parts import LOSS
 from seqtile.models.placement import Options, unplace
 from seqtile.models.status import outcome_of
-from seqtile.ops import linear, tiled
+from seqtile.ops import tiled, weight_grads
 from seqtile.proof import first_step
 from seqtile.proof.batch import TOKENS, trial_batch
 from seqtile.proof.difference import LOSS_NAME, STATES_NAME, difference
@@ -61,14 +61,14 @@ def overwrite_main_grads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> N
     """The previous value of a `main_grad` is lost."""
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
-    begin = linear.WeightGrad.__init__
+    begin = weight_grads.WeightGrad.__init__
 
     def begun(self, *args, **options) -> None:
         begin(self, *args, **options)
         if self._buffer is not None:
             self._buffer.zero_()
 
-    monkeypatch.setattr(linear.WeightGrad, "__init__", begun)
+    monkeypatch.setattr(weight_grads.WeightGrad, "__init__", begun)
 
 
 def make_a_cache(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

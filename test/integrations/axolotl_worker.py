@@ -36,7 +36,7 @@ def main(paths: list[str]) -> None:
             say({"error": str(error)})
             continue
         status = seqtile.status(model)
-        base = seqtile.models.unwrapped(model)
+        base = unwrapped(model)
         found = {
             "kind": [
                 str(trainer.accelerator.distributed_type),

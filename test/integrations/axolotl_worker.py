@@ -25,6 +25,7 @@ def main(paths: list[str]) -> None:
     from axolotl.train import train
 
     import seqtile
+    from seqtile.models.apply import unwrapped
 
     for path in paths:
         try:

@@ -44,15 +44,11 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what 
 
 def checked_forward(options: Options, original: Callable, tiled: Callable) -> Callable:
     """Returns `tiled`, a model's forward (a plain function) in place of `original`, after the check."""
-    is_variadic = any(each.kind is each.VAR_POSITIONAL for each in inspect.signature(original).parameters.values())
-    names = [] if is_variadic else [each.name for each in positional_of(original)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not is_trial():
-            inputs = dict(zip(names, args, strict=False)) | kwargs
-            inputs.pop("skip_logits", None)  # the tiled forward's own, and Liger's
             forward.seqtile_placement.check()
-            check_first_step(self, options, original, args if is_variadic else (), inputs)
+            check_first_step(self, options, original, args, kwargs)
         return tiled(self, *args, **kwargs)
 
     return forward
@@ -70,6 +66,10 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     before = vars(model).get(FIRST_STEP)
     if before is not None and before.is_of(model):
         return
+    kwargs = {name: value for name, value in kwargs.items() if name != "skip_logits"}  # ours, and Liger's
+    if all(each.kind is not each.VAR_POSITIONAL for each in inspect.signature(original).parameters.values()):
+        names = [each.name for each in positional_of(original)]
+        args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
     # Ranks that run together ignore hooks: the first alone may get a logger's, compare again, and wait for ever.
     with_declared = not run_together(model)
     made_of = _MadeOf(model, with_declared)

@@ -291,8 +291,8 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
 
 
 def _in_chunks(layer: nn.Module, form: LayerForm | None) -> InChunks:
-    """Returns a layer, to run in chunks around its attention. That of Llama's shape reads no tensor of its own, but the
-    attention function may, and change it."""
+    """Returns a layer, to run in chunks around its attention. In one of Llama's shape no chunk reads the tensors that
+    the attention module itself holds; the attention function may change them."""
     own = () if form is None else (layer.self_attn._parameters, layer.self_attn._buffers)
     return InChunks(layer=layer, unread=[each for held in own for each in held.values() if each is not None])
 

@@ -149,17 +149,16 @@ class _Heads:
 
     def of(self, model: nn.Module) -> tuple[nn.Module | None, str, Verdict]:
         """Returns the module that holds the model's head, its name there, and how the loss is computed."""
-        if torch.compiler.is_compiling():  # which breaks the graph at weak references
-            owner, name = place_of_head(model)
-            return owner, name, loss_verdict(model)
-        reference, name = self._places.get(model, (lambda: None, ""))
-        owner = reference()
+        is_compiling = torch.compiler.is_compiling()  # which cannot trace weak references
+        place = None if is_compiling else self._places.get(model)
+        owner, name = (None, "") if place is None else (place[0](), place[1])
         if owner is None or owner._modules.get(name) is not head_of(model):
             try:
                 owner, name = place_of_head(model)
             except ValueError:
                 return None, "", loss_verdict(model)
-            self._places[model] = ref(owner), name
+            if not is_compiling:
+                self._places[model] = ref(owner), name
         return owner, name, _with_loss(model, self._verdicts.of(owner._modules[name]))
 
 
@@ -276,8 +275,8 @@ def _cross_entropy(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
-    that is given; NotImplemented for what is not tiled. `with_logits`:
-    if its weights are `sharded`, and so gathered, once, the logits are connected to them, too."""
+    that is given; NotImplemented for what is not tiled. `with_logits`: where the head's weights are `sharded`, and so
+    gathered, once, the logits are connected to them, too."""
     weight, _, ignore_index, _, reduction, label_smoothing = asked = CrossEntropy(*args, **kwargs)
     same_shape = target.shape == logits.shape[:-1] and not target.is_floating_point()
     if not same_shape or asked.is_deprecated or reduction not in ("mean", "sum"):

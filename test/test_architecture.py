@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.attention import UlyssesAttention, ulysses_attention
-from seqtile.sp.layout import Layout
+from seqtile.sp.layout import ShardedLayout
 
 SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
 
@@ -192,7 +192,7 @@ def test_kernels_know_no_autograd_and_ops_no_modules() -> None:
 def test_attention_over_ranks_crosses_subpackages_by_its_protocols() -> None:
     """Models and ops use sp's attention only through protocols; no module sets an attribute on another's function."""
     assert isinstance(ulysses_attention, SequenceParallelFunction)
-    layout = Layout(SimpleNamespace(rank=0, size=1, group=None), 8, (((0, 8),),), "sdpa")
+    layout = ShardedLayout(SimpleNamespace(rank=0, size=1, group=None), 8, (((0, 8),),), "sdpa")
     steps = UlyssesAttention(None, layout, None, {}, 2, 1)
     assert isinstance(steps, SequenceParallelAttention) and isinstance(steps.in_groups(1), SequenceParallelAttention)
     protocols = (SequenceParallelAttention, SequenceParallelFunction)

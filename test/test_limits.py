@@ -17,7 +17,7 @@ from seqtile.ops.attention_limits import attention_warning
 from seqtile.recipes import plan
 from seqtile.sp import attention as sp_attention
 from seqtile.sp.attention import UlyssesAttention
-from seqtile.sp.layout import Layout
+from seqtile.sp.layout import ShardedLayout
 from support.tiny import build
 
 TOO_MANY = 2**31 // (32 * 128)  # tokens of 32 heads of 128
@@ -120,7 +120,7 @@ def test_sequence_parallelism_asks(release: Callable, said: list[str], monkeypat
     monkeypatch.setattr(sp_attention, "attend", lambda *given: None)
     q, one = on_meta(1, 32, 2 * TOO_MANY, 128), SimpleNamespace(rank=0, size=1, group=None)
     for end in (TOO_MANY - 1, TOO_MANY):
-        layout = Layout(one, 2 * TOO_MANY, (((0, end), (end, end + 9)),), "sdpa")
+        layout = ShardedLayout(one, 2 * TOO_MANY, (((0, end), (end, end + 9)),), "sdpa")
         UlyssesAttention(None, layout, None, {}, 32, 8).attend(q, q, q)
     assert len(said) == 1 and f"from {TOO_MANY:,} tokens" in said[0]
 

@@ -30,13 +30,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils  # noqa
 
 import seqtile  # noqa: E402
 from kernels.ahead import launches  # noqa: E402
+from seqtile.attention.backends import attend  # noqa: E402
+from seqtile.attention.heads import Rows, count, rank_heads, width  # noqa: E402
+from seqtile.attention.layout import Layout  # noqa: E402
+from seqtile.attention.local import LocalAttention  # noqa: E402
 from seqtile.kernels import dispatch  # noqa: E402
 from seqtile.ops.linear import LowRank  # noqa: E402
 from seqtile.ops.weight_grads import WeightGrad  # noqa: E402
-from seqtile.sp.backends import LocalAttention, attend  # noqa: E402
-from seqtile.sp.groups import ALONE  # noqa: E402
-from seqtile.sp.heads import Rows, count, rank_heads, width  # noqa: E402
-from seqtile.sp.layout import Layout  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = "cuda"  # "cpu" where a case is tried out without a torch for CUDA
@@ -196,7 +196,7 @@ def sp(
 
     def run() -> None:
         length = documents[-1][1]
-        layout = Layout(ALONE, length, (documents,), "sdpa")
+        layout = Layout(length, (documents,), "sdpa")
         layout.parents = parents
         mine = rank_heads(rank, ranks, *heads, length)
         module = SimpleNamespace(config=SimpleNamespace(), training=True)

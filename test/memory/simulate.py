@@ -32,7 +32,7 @@ from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, Pool, Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
-from seqtile.sp.layout import Layout
+from seqtile.sp.layout import ShardedLayout
 from support.measure import LiveBytes
 
 ligers_norm, ligers_rope, ligers_swiglu = (
@@ -149,7 +149,7 @@ class WithoutScores(UlyssesFunction):
         self.ctx = ctx
 
     def _steps(self, module, mask, heads, **kwargs) -> UlyssesAttention:
-        layout = Layout(self.ctx, kwargs["position_ids"].shape[1], (), "sdpa")
+        layout = ShardedLayout(self.ctx, kwargs["position_ids"].shape[1], (), "sdpa")
         return StepsWithoutScores(module, layout, None, {}, *heads)
 
 

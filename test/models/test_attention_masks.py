@@ -8,9 +8,9 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import seqtile
+from seqtile.attention.backends import check_has_masks
 from seqtile.models.forward import attention_masks
 from seqtile.models.forward.attention_masks import WatchedMask, watch_masks
-from seqtile.sp.backends import check_has_masks
 from support.tiny import build
 
 pytestmark = pytest.mark.usefixtures("pristine")

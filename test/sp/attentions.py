@@ -10,9 +10,9 @@ from torch.nn.attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from seqtile.sp.backends import LocalAttention
-from seqtile.sp.heads import RankHeads, Rows
-from seqtile.sp.layout import Layout
+from seqtile.attention.heads import RankHeads, Rows
+from seqtile.attention.layout import Layout
+from seqtile.attention.local import LocalAttention
 
 OWN = {"of booleans": sdpa_mask, "of addends": eager_mask, "of squares": None}
 INSTALLED = ("sdpa", "eager", "flash_attention_3", "flex_attention")
@@ -102,5 +102,5 @@ def asked(
     module = SimpleNamespace(
         config=SimpleNamespace(_attn_implementation="seqtile_ulysses"), training=True, is_causal=True, modules=list
     )
-    layout = Layout(SimpleNamespace(size=1), length, documents, implementation)
+    layout = Layout(length, documents, implementation)
     return LocalAttention(module, layout, share, window, options)

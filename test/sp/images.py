@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqtile
 from distributed.worker import STRATEGIES, full
 from seqtile import sp
-from seqtile.sp import segments
+from seqtile.attention import segments
 from sp.over_ranks import Step, assert_same_gradients, averaged, by_first_rank, context
 from sp.whole import COLLECTIVES, counted
 from support.assertions import relative_error

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import seqtile
 from seqtile import sp
+from seqtile.attention.heads import Rows
 from seqtile.protocols import SHARDED
-from seqtile.sp.heads import Rows
 from seqtile.sp.prefixes import PrefixTree
 from sp import recurrences
 from sp.attentions import install

@@ -18,8 +18,8 @@ from transformers.integrations import hub_kernels
 
 import seqtile
 from seqtile import sp
-from seqtile.sp.heads import rank_heads, width
-from seqtile.sp.layout import Layout
+from seqtile.attention.heads import rank_heads, width
+from seqtile.sp.layout import ShardedLayout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
 from sp.cases import batch_of_kind
@@ -244,7 +244,7 @@ def memory(family: str) -> None:
     whole = peak_of(layer, torch.randn(1, tokens, 64))
     layer.forward = Recurrence(layer)
     local = tokens // ctx.size
-    layout = Layout(ctx, local, (((0, tokens),),), "sdpa")
+    layout = ShardedLayout(ctx, local, (((0, tokens),),), "sdpa")
     exchanged = 2 * 4 * local * 64 if family == "lfm2" else 0  # inputs and outputs, negligible next to a recurrence
     steps = 10 if exchanged else 1  # gloo's thread sometimes keeps exchanged buffers a moment longer
     ours = min(peak_of(layer, torch.randn(1, local, 64), ulysses_layout=layout) for _ in range(steps))

@@ -23,7 +23,7 @@ from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.models.status import outcome_of
 from seqtile.sp.attention import ulysses_attention
-from seqtile.sp.layout import Layout
+from seqtile.sp.layout import ShardedLayout
 from sp import recurrences
 from sp.over_ranks import by_first_rank, context
 from support.assertions import relative_error
@@ -259,7 +259,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="before generating"):
         model.generate(batch["input_ids"], max_new_tokens=3)
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
-    layout = Layout(ctx, 30, (((0, 60),),), "sdpa")
+    layout = ShardedLayout(ctx, 30, (((0, 60),),), "sdpa")
     for changes, match in (
         ({"is_causal": False}, "not causal"),
         ({"s_aux": torch.ones(2)}, "sdpa has no sinks"),
@@ -369,7 +369,7 @@ def refused_recurrences(ctx: sp.SequenceParallel) -> None:
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 30, 48)
     with pytest.raises(ValueError, match="no layout came with the tokens of Qwen3_5GatedDeltaNet"):
         layer(x)
-    recurrence, layout = layer.forward, Layout(ctx, 30, (((0, 60),),), "sdpa")
+    recurrence, layout = layer.forward, ShardedLayout(ctx, 30, (((0, 60),),), "sdpa")
     convolve = recurrence._forward.__globals__["causal_conv1d_fn"]
     recurrence._forward.__globals__["causal_conv1d_fn"] = lambda *args, **kwargs: 2 * convolve(*args, **kwargs)
     with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet changes its convolution's output before its recurrence"):

@@ -11,11 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqtile.sp import segments
-from seqtile.sp.backends import attend, block_mask, check
-from seqtile.sp.heads import RankHeads, Rows, rank_heads
-from seqtile.sp.layout import document_edges, documents_at, edges_of, gathered_positions, rows_between
-from seqtile.sp.segments import Block, blocks, segments_of
+from seqtile.attention import segments
+from seqtile.attention.backends import attend, check
+from seqtile.attention.by_block_mask import block_mask
+from seqtile.attention.heads import RankHeads, Rows, rank_heads
+from seqtile.attention.layout import document_edges, documents_at, edges_of, rows_between
+from seqtile.attention.segments import Block, blocks, segments_of
+from seqtile.sp.layout import gathered_positions
 from sp.attentions import INSTALLED, asked, dense, install
 from sp.prefixes import path_mask
 from support.choice import every_pair, every_value

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqtile.attention.heads import count, rank_heads, within
 from seqtile.sp.compressed import CompressedKeys
-from seqtile.sp.heads import count, rank_heads, within
 from sp.recurrences import build
 
 

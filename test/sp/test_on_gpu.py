@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from seqtile import sp
-from seqtile.sp.backends import attend
-from seqtile.sp.heads import RankHeads, rank_heads
+from seqtile.attention.backends import attend
+from seqtile.attention.heads import RankHeads, rank_heads
 from sp.attentions import INSTALLED, asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
 from sp.over_ranks import alone

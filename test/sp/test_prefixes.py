@@ -19,12 +19,12 @@ from transformers import BartConfig, BartForCausalLM
 
 import seqtile
 from models.layered import small_of
+from seqtile.attention import by_masks, local, segments
+from seqtile.attention.backends import attend
+from seqtile.attention.heads import rank_heads
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.proof.small import small_model
 from seqtile.protocols import SHARDED
-from seqtile.sp import backends, segments
-from seqtile.sp.backends import attend
-from seqtile.sp.heads import rank_heads
 from seqtile.sp.prefixes import prefix_tree
 from sp import images, recurrences
 from sp.attentions import INSTALLED, asked, flex_with_sinks, install
@@ -300,7 +300,7 @@ def test_forms(form: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
     plain.config._attn_implementation = implementation
     ours = sharing(plain)
     if form == "sinks" and implementation == "flex_attention":
-        monkeypatch.setitem(backends.ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", flex_with_sinks)
+        monkeypatch.setitem(local.ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", flex_with_sinks)
     if implementation not in having:
         with pytest.raises(ValueError, match=r"sdpa has no (soft cap of scores|sinks), which this model needs"):
             step(ours, batch)
@@ -601,14 +601,14 @@ def test_masks_that_a_gpu_needs_not(monkeypatch: pytest.MonkeyPatch) -> None:
     mask."""
     plain, batch = build("llama"), groups()
     expected, kinds = step(plain, batch), set()
-    monkeypatch.setattr(backends, "is_causal_from_the_end", lambda q, block, reach: block.is_causal(reach))
-    compute = backends.LocalAttention.compute
+    monkeypatch.setattr(by_masks, "is_causal_from_the_end", lambda q, block, reach: block.is_causal(reach))
+    compute = local.LocalAttention.compute
 
     def seen(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         kinds.add(type(mask))
         return compute(self, q, k, v, mask, **others)
 
-    monkeypatch.setattr(backends.LocalAttention, "compute", seen)
+    monkeypatch.setattr(local.LocalAttention, "compute", seen)
     for mine, theirs in zip(step(sharing(plain), batch), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert kinds == {type(None), CausalBias}

@@ -14,9 +14,10 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from seqtile.sp import backends, sdpa
-from seqtile.sp.backends import attend
-from seqtile.sp.heads import Rows, rank_heads
+from seqtile.attention import by_masks
+from seqtile.attention import sdpa_lengths as sdpa
+from seqtile.attention.backends import attend
+from seqtile.attention.heads import Rows, rank_heads
 from sp.attentions import asked
 
 LENGTH = 256
@@ -55,8 +56,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
         return function(q, k, v, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    monkeypatch.setattr(backends, "may_choose_cudnn", lambda implementation, q: implementation == "sdpa")
-    monkeypatch.setattr(backends, "is_causal_from_the_end", lambda q, block, reach: block.is_causal(reach))
+    monkeypatch.setattr(by_masks, "may_choose_cudnn", lambda implementation, q: implementation == "sdpa")
+    monkeypatch.setattr(by_masks, "is_causal_from_the_end", lambda q, block, reach: block.is_causal(reach))
     yield found
     assert cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled(), "what the user had set is set again"
 
@@ -98,7 +99,7 @@ def test_lengths_are_few_in_all_batches(calls: list[Asked]) -> None:
         assert all(call.cudnn and call.kind is type(None) for call in calls)
         of_cudnn |= {call.tokens for call in calls}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backends, "may_choose_cudnn", lambda *_: False)
+            patch.setattr(by_masks, "may_choose_cudnn", lambda *_: False)
             for ours, exact in zip(found, step((row,)), strict=True):
                 assert torch.allclose(ours, exact, rtol=1e-12, atol=1e-12)
     assert of_cudnn <= grid
@@ -184,7 +185,7 @@ def test_padded_documents_are_laid_out_tokens_first() -> None:
 def test_one_query_at_the_end_needs_no_mask(calls: list[Asked]) -> None:
     """Hugging Face lays the queries of one token out by kv heads, and would do so with a mask."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "is_causal_from_the_end", lambda *_: False)
+        patch.setattr(by_masks, "is_causal_from_the_end", lambda *_: False)
         masked = step((((0, 8), (8, 9), (9, 10)),), parents=(None, 0, 0))
     calls.clear()
     for ours, there in zip(step((((0, 8), (8, 9), (9, 10)),), parents=(None, 0, 0)), masked, strict=True):

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqtile.attention.heads import RankHeads, count, rank_heads, width, within
 from seqtile.protocols import PendingTensors
 from seqtile.sp.groups import ALONE, SequenceParallel
-from seqtile.sp.heads import RankHeads, count, rank_heads, width, within
 
 Piece = tuple[int, slice, slice]
 """A part of a tensor that one rank sends to another: the tensor's index, its tokens and its heads."""

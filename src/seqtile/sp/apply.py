@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from seqtile.attention.backends import check_has_masks
 from seqtile.protocols import SHARDED
 from seqtile.sdpa import watch_sdpa
 from seqtile.sp.attention import NAME, ulysses_attention
-from seqtile.sp.backends import check_has_masks
 from seqtile.sp.cut import CutBatches
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers, names_in_forward

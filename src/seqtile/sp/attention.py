@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from seqtile.attention.backends import attend, check
+from seqtile.attention.local import SINKS, LocalAttention
 from seqtile.ops.attention_limits import attention_warning
 from seqtile.ops.state import Overridden
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
-from seqtile.sp.backends import SINKS, LocalAttention, attend, check
 from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import ALONE, device_of
-from seqtile.sp.layout import LAYOUT, Layout, layout_in
+from seqtile.sp.layout import LAYOUT, ShardedLayout, layout_in
 
 logger = logging.get_logger(__name__)
 NAME = "seqtile_ulysses"
@@ -35,7 +36,7 @@ class UlyssesAttention(SequenceParallelAttention):
     """One call of a layer's attention over ranks, in steps. The protocol gives the shapes."""
 
     module: nn.Module
-    layout: Layout
+    layout: ShardedLayout
     window: int | None
     options: dict[str, Any]
     """As in `LocalAttention`."""

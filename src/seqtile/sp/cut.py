@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from seqtile.ops.graph import nodes_behind
 from seqtile.sp.attention import NAME
 from seqtile.sp.groups import SequenceParallel, add_up, device_of
-from seqtile.sp.layout import Layout
+from seqtile.sp.layout import ShardedLayout
 from seqtile.sp.sharding_hooks import BATCH_HASH, WHOLE_LENGTH, Forward, ShardingHooks
 from seqtile.sp.shards import IGNORED, hash_of_tokens, shards_of
 
@@ -255,7 +255,7 @@ def _is_labelled(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
 
 
-def _counted(router_logits: Tensor, layout: Layout, mask: Tensor | None) -> Tensor:
+def _counted(router_logits: Tensor, layout: ShardedLayout, mask: Tensor | None) -> Tensor:
     """Returns which of this rank's tokens [B S] with router logits are not padding."""
     first = layout.sp_group.rank * layout.local
     places = torch.arange(first, first + layout.local, device=router_logits.device)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from seqtile.sp.heads import Rows
+from seqtile.attention.heads import Rows
 from seqtile.sp.same_batch import bits, token_hashes
 from seqtile.sp.shards import sequence_dim
 

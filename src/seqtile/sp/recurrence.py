@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqtile.attention.heads import RankHeads
+from seqtile.attention.local import in_parts, joined
+from seqtile.attention.segments import segments
 from seqtile.renamed import CACHE_NAMES
 from seqtile.sp.all_to_all import exchanged
-from seqtile.sp.backends import in_parts, joined
-from seqtile.sp.heads import RankHeads
-from seqtile.sp.layout import LAYOUT, Layout, layout_in
-from seqtile.sp.segments import segments
+from seqtile.sp.layout import LAYOUT, ShardedLayout, layout_in
 
 _CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # one kernel for all of it, for whole sequences; None: there is no kernel
@@ -187,7 +187,9 @@ class Recurrence:
         out = self._spread(layout, rule, operands, compute, in_one_call)
         return (out, None) if rule is _DELTA else out
 
-    def _spread(self, layout: Layout, rule: Rule, operands: Operands, compute: Compute, in_one_call: bool) -> Tensor:
+    def _spread(
+        self, layout: ShardedLayout, rule: Rule, operands: Operands, compute: Compute, in_one_call: bool
+    ) -> Tensor:
         """Returns the rule's output for this rank's tokens, [B, S, H, K]."""
         convolution, layout.convolution = layout.convolution, None
         heads = operands[rule.own[0]].shape[2]
@@ -274,7 +276,12 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
 
 
 def by_documents(
-    layout: Layout, convolve: Convolve, compute: Compute, in_one_call: bool, before: int, arrived: Sequence[Tensor]
+    layout: ShardedLayout,
+    convolve: Convolve,
+    compute: Compute,
+    in_one_call: bool,
+    before: int,
+    arrived: Sequence[Tensor],
 ) -> Tensor:
     """Computes [B, S, h, K] from tensors [B, h, S, K] of whole sequences, document by document, with zeros for padding.
     Rows with the same documents are computed together. With `in_one_call`, the documents of all rows are concatenated,

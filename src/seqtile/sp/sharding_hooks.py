@@ -1,8 +1,8 @@
 """The hooks that tell a model's layers about a batch whose tokens are sharded over ranks, in the order of a forward:
 
-    model      batches.enter      finds the batch's `Layout`: `CutBatches` from the shards of the ranks, `WholeBatches`
-                                  from the batch, which it cuts
-     base      add_layout         adds the `Layout` to the keyword arguments, which Hugging Face passes to every
+    model      batches.enter      finds the batch's `ShardedLayout`: `CutBatches` from the shards of the ranks,
+                                  `WholeBatches` from the batch, which it cuts
+     base      add_layout         adds the `ShardedLayout` to the keyword arguments, which Hugging Face passes to every
                                   attention, also in a checkpoint's recomputation
       rotary   add, drop_last_position    tell embeddings that depend on the length what it is
      base      check_layers       checks that every layer has attended
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from seqtile.attention.layout import document_edges, documents_at
 from seqtile.ops.state import exchanged
 from seqtile.protocols import CHOICE, SHARDED
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import ALONE, SequenceParallel, add_up
-from seqtile.sp.layout import LAYOUT, Layout, document_edges, documents_at, gathered_positions
+from seqtile.sp.layout import LAYOUT, ShardedLayout, gathered_positions
 from seqtile.sp.owners import Owners
 from seqtile.sp.prefixes import PrefixTree
 from seqtile.sp.recurrence import Recurrence, is_recurrence
@@ -48,7 +49,7 @@ class Forward:
     code around a text model that gets whole batches, and `ShardingHooks.at_rest` between two forwards."""
     last_position: int = 0
     """The largest position_id of all ranks; stays for a recomputation."""
-    layout: Layout | None = None
+    layout: ShardedLayout | None = None
     """The layout of the batch in the model that is computed over ranks."""
     is_bypassed: bool = False
     """True if that model runs as it is: it has a cache, or no prefix is shared."""
@@ -202,7 +203,7 @@ class ShardingHooks:
         """See `seqtile.protocols.ShardedSequences`."""
         return add_up(gradient, self.sp_group) / self.sp_group.size
 
-    def layout_of_shards(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
+    def layout_of_shards(self, args: tuple, kwargs: dict[str, Any]) -> ShardedLayout:
         """Returns the layout of the batch of which each rank has a shard, and removes the shard's extra values from the
         keyword arguments. Two or three small collectives and two waits for the device. Raises ValueError on every rank
         if the batch is no shard, or a shard of another batch."""
@@ -217,7 +218,7 @@ class ShardingHooks:
         check_tokens(kwargs, *tokens.shape[:2])
         self.forward.last_position, *_ = self.compare(tokens, kwargs | {"position_ids": positions}, batch_hash)
         documents = documents_at(document_edges(*gathered_positions(positions, mask, self.sp_group)), mask is not None)
-        layout = Layout(self.sp_group, tokens.shape[1], documents, self.implementation)
+        layout = ShardedLayout(self.sp_group, tokens.shape[1], documents, self.implementation)
         layout.position_ids, layout.whole_length, layout.has_mask = positions, whole_length, mask is not None
         check_lengths(kwargs, layout)
         return layout
@@ -281,7 +282,7 @@ def check_tokens(kwargs: dict[str, Any], batch: int, local: int, expected: str =
         raise ValueError(f"attention_mask is {kind}, expected {expected}, {[batch, local]}")
 
 
-def check_lengths(kwargs: dict[str, Any], layout: Layout) -> None:
+def check_lengths(kwargs: dict[str, Any], layout: ShardedLayout) -> None:
     """Raises ValueError if cumulative lengths, which a batch may have besides, tell other documents."""
     if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
         lengths = lengths.tolist()  # documents after the last length are padding

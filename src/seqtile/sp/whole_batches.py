@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import AttentionMaskInterface, PreTrainedModel
 
+from seqtile.attention.backends import averages_padding, check_has_masks
+from seqtile.attention.layout import document_edges, documents_at
+from seqtile.attention.mask_functions import OUTSIDE, MaskRecipe, mask_recipe, spans_of
 from seqtile.renamed import cache_in
 from seqtile.sp.attention import NAME
-from seqtile.sp.backends import averages_padding, check_has_masks
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import Layout, document_edges, documents_at
-from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, mask_recipe, spans_of
+from seqtile.sp.layout import ShardedLayout
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
 from seqtile.sp.same_batch import bits, hash_of
@@ -150,7 +151,7 @@ class WholeBatches:
             self.sharding.compare(none, {"position_ids": none}, forward.batch_hash)
             forward.is_compared = True
 
-    def _cut(self, batch: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Any], Layout]:
+    def _cut(self, batch: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Any], ShardedLayout]:
         """Returns this rank's part of the text model's arguments, and the layout. Raises ValueError if an argument
         cannot be cut, and on every rank if the ranks have different batches."""
         sp_group, forward = self.sharding.sp_group, self.sharding.forward
@@ -178,7 +179,7 @@ class WholeBatches:
             forward.owners = Owners(tree.places, layout.local, sp_group)
         return shard, layout
 
-    def _layout(self, batch: dict[str, Any], rows: int, length: int) -> Layout:
+    def _layout(self, batch: dict[str, Any], rows: int, length: int) -> ShardedLayout:
         """Returns the layout of a whole batch. One small collective if the ranks' batches were not compared before, and
         one wait for the device. Raises ValueError on every rank if they differ."""
         sharding, forward = self.sharding, self.sharding.forward
@@ -190,10 +191,10 @@ class WholeBatches:
             forward.last_position, edges = sharding.compare(tokens, batch, batch_hash, edges)
         if tree is not None:
             forward.last_position = tree.last_position
-            layout = Layout(sharding.sp_group, local, (tree.documents,), sharding.implementation)
+            layout = ShardedLayout(sharding.sp_group, local, (tree.documents,), sharding.implementation)
             layout.parents = tree.parents
             return layout
-        layout = Layout(sharding.sp_group, local, documents_at(edges, mask is not None), sharding.implementation)
+        layout = ShardedLayout(sharding.sp_group, local, documents_at(edges, mask is not None), sharding.implementation)
         layout.has_mask = mask is not None
         check_lengths(batch, layout)
         if layout.length > length:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqtile.sp.heads import Rows, count
-from seqtile.sp.layout import Layout
+from seqtile.attention.heads import Rows, count
+from seqtile.attention.layout import Layout
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
 

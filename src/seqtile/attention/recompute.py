@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqtile.attention.heads import Rows
 from seqtile.ops.state import ForwardState
-from seqtile.sp.heads import Rows
 
 
 class Call(NamedTuple):

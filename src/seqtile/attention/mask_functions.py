@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from seqtile.sp.heads import Rows
-from seqtile.sp.layout import edges_of, rows_between
+from seqtile.attention.heads import Rows
+from seqtile.attention.layout import edges_of, rows_between
 
 OUTSIDE = "seqtile_masks_outside"
 """The attention's name while code outside the text model runs."""

@@ -1,0 +1,99 @@
+"""The model's original attention, as one rank calls it for its heads and queries."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2 import modeling_gemma2
+
+from seqtile.attention.heads import RankHeads, Rows
+from seqtile.attention.layout import Layout
+from seqtile.attention.segments import Block, segments
+from seqtile.ops.state import Overridden
+
+SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax
+
+
+class LocalAttention(NamedTuple):
+    """The model's original attention, called for this rank's heads and queries."""
+
+    module: nn.Module
+    layout: Layout
+    heads: RankHeads
+    window: int | None
+    options: dict[str, Any]
+    """scaling, dropout and, if the model has them, softcap and sinks, as Hugging Face passes them."""
+
+    @property
+    def reach(self) -> int:
+        """The maximum number of keys that a query sees, including its own."""
+        return self.layout.length if self.window is None else self.window
+
+    @property
+    def spans(self) -> tuple[Rows, ...]:
+        """The spans whose tokens see each other in both directions in this layer, see `Layout`."""
+        return self.layout.spans[self.window is not None]
+
+    def of_heads(self, heads: slice) -> "LocalAttention":
+        """Returns this attention with only the sinks of these heads."""
+        if SINKS not in self.options:
+            return self
+        return self._replace(options=self.options | {SINKS: self.options[SINKS][heads]})
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return self.options.get(SINKS)
+
+    @property
+    def draws(self) -> bool:
+        """True if the attention draws random numbers."""
+        return bool(self.options.get("dropout"))
+
+    def with_sinks(self, sinks: Tensor | None) -> "LocalAttention":
+        return self if sinks is None else self._replace(options=self.options | {SINKS: sinks})
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
+        """Calls the attention as Hugging Face does: from q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
+        name = self.layout.implementation
+        function = self.eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        config = Overridden(self.module.config, _attn_implementation=name)
+        groups = q.shape[1] // k.shape[1]
+        own = {"sinks": self.options[SINKS]} if SINKS in self.options else {}
+        module = Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3], **own)
+        return function(module, q, k, v, mask, sliding_window=self.window, is_causal=True, **self.options, **others)[0]
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The eager attention, which is not registered: the model's own if it has sinks, else Gemma 2's."""
+        modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
+        return modeling.eager_attention_forward
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Returns the concatenated parts; does not copy a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def in_parts(tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[Sequence[Tensor]]:
+    """Splits each tensor into parts. Does not split a single part, because that would copy its gradient."""
+    return [tensors] if len(sizes) == 1 else list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
+
+
+def zeros(q: Tensor, v: Tensor) -> Tensor:
+    """Returns zeros [B, n, h, K], the outputs for queries q [B, h, n, K] of padding."""
+    return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
+
+
+def visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
+    """Yields each segment of each row of the batch, except padding: the row, the index of the segment's first query
+    among this rank's queries, and the segment."""
+    found = segments(attention.layout, attention.heads.rows, attention.reach, attention.spans)
+    for row in range(batch):
+        at = 0
+        for segment in found[row if len(found) > 1 else 0]:
+            if segment.keys:
+                yield row, at, segment
+            at += segment.q1 - segment.q0

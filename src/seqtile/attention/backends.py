@@ -1,24 +1,46 @@
-"""Calls the attention functions that Hugging Face registers, each with its kind of mask, for some queries of a
-sequence.
+"""Chooses the attention that computes some heads and queries of a batch, among those that Hugging Face registers, each
+with its kind of mask.
 
-The kinds are boolean and additive masks (sdpa, eager), cumulative document lengths (flash attention), and a BlockMask
-(flex attention). An attention without a mask function computes only causal squares. With every kind, a query sees its
-own document up to itself, no further back than the window, and no padding.
+The kinds are boolean and additive masks (sdpa, eager), cumulative document lengths (flash attention, and torch's
+kernel for them), and a BlockMask (flex attention). An attention without a mask function computes only causal squares.
+With every kind, a query sees its own document up to itself, no further back than the window, and no padding.
 
 All kinds are made from segments, see segments.py. No mask of length x length is ever made.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import masking_utils, utils
 
+from seqtile.attention import torch_varlen
 from seqtile.attention.by_block_mask import by_block_mask
 from seqtile.attention.by_lengths import by_lengths
 from seqtile.attention.by_masks import by_masks
+from seqtile.attention.layout import VARLEN
 from seqtile.attention.local import SINKS, LocalAttention, joined
+
+
+class _Flash(NamedTuple):
+    """A release of FlashAttention."""
+
+    name: str
+    """Hugging Face's name."""
+    available: str
+    """Hugging Face's function that says whether it is installed."""
+    capabilities: tuple[int, ...]
+    """The compute capabilities of GPUs on which its backward takes cumulative lengths."""
+    lacks: frozenset[str]
+
+
+_FLASH = (
+    _Flash("flash_attention_4", "is_flash_attn_4_available", (10,), frozenset(("dropout", "softcap", SINKS))),
+    _Flash("flash_attention_3", "is_flash_attn_3_available", (9,), frozenset(("dropout", SINKS))),
+    _Flash("flash_attention_2", "is_flash_attn_2_available", (8, 9, 10, 12), frozenset((SINKS,))),
+)
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -26,10 +48,48 @@ def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
     Outputs of padding are zeros.
     """
-    compute = _form_of(attention.layout.implementation) or by_masks
+    attention = attention._replace(kernel=kernel_of(attention, q, v))
+    compute = _form_of(attention.kernel) or by_masks
     groups = attention.heads.groups
     out = joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
     return _kept_in_graph(out, q)
+
+
+def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
+    """Returns the name of the attention that computes queries q [B, h, rows, K] and values v [B, kv, length, Kv].
+
+    That is the layout's own, with two exceptions. In the place of sdpa, documents, padding and windows are computed by
+    torch's kernel for them, where it can. The attention without masks chooses in this order: for rows that are one
+    document each sdpa, which needs no mask for them; FlashAttention; torch's kernel; blocks by sdpa, or by eager
+    attention if the model has sinks or a soft cap of scores.
+    """
+    name, options = attention.layout.implementation, attention.options
+    if not name.startswith((VARLEN, "sdpa")):
+        return name
+    needs_eager = SINKS in options or bool(options.get("softcap"))
+    blocks = "eager" if needs_eager else "sdpa"
+    if attention.spans or (attention.is_whole and not needs_eager):
+        return blocks
+    if name != "sdpa" and (flash := _flash_of(name.removeprefix(VARLEN), options, q, v)) is not None:
+        return flash
+    return torch_varlen.NAME if torch_varlen.reason_against(q, v, options) is None else blocks
+
+
+def _flash_of(former: str, options: dict[str, Any], q: Tensor, v: Tensor) -> str | None:
+    """Returns the name of an installed FlashAttention that can compute a call: the model's former attention, or the
+    latest release for this GPU; None if there is none."""
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    if not q.is_cuda or not is_half or q.shape[3] != v.shape[3] or q.shape[3] > 256:
+        return None
+    if "flash" in former:
+        return former
+    asked = {name for name, value in options.items() if value} - {"scaling"}
+    capability = torch.cuda.get_device_capability(q.device)[0]
+    for flash in _FLASH:
+        is_installed = getattr(utils.import_utils, flash.available, None)
+        if capability in flash.capabilities and not asked & flash.lacks and is_installed is not None and is_installed():
+            return flash.name
+    return None
 
 
 def _kept_in_graph(out: Tensor, q: Tensor) -> Tensor:
@@ -56,12 +116,14 @@ FORMS = {
 
 
 def _form_of(implementation: str) -> Callable[..., Tensor] | None:
+    if implementation == torch_varlen.NAME:
+        return by_lengths
     return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
 def check_has_masks(implementation: str) -> None:
     """Raises ValueError if an attention takes no masks, and so computes only causal squares."""
-    if _form_of(implementation) is None:
+    if _form_of(implementation) is None and not implementation.startswith(VARLEN):
         raise ValueError(
             f"{implementation!r} has no mask function, which queries after a shared prefix need; "
             'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
@@ -71,6 +133,8 @@ def check_has_masks(implementation: str) -> None:
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     """Raises ValueError, the same on every rank, if the wrapped attention cannot compute this layout."""
     name, window = attention.layout.implementation, attention.window
+    if name.startswith(VARLEN):
+        return
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
     for option, what in (("softcap", "soft cap of scores"), (SINKS, "sinks")):
         if option in attention.options and name == "sdpa":

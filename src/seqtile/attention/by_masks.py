@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from seqtile.attention.heads import Rows
+from seqtile.attention.layout import VARLEN
 from seqtile.attention.local import LocalAttention, in_parts, joined, zeros
 from seqtile.attention.recompute import Call, call_again_in_backward
 from seqtile.attention.sdpa_lengths import causal_from_the_end, in_lengths, lengths_for_cudnn
@@ -21,14 +22,14 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     together."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
-    by_cudnn = may_choose_cudnn(attention.layout.implementation, q)
-    whole = _whole_length(attention) if additive else 0
+    by_cudnn = may_choose_cudnn(attention.kernel, q)
+    whole = _whole_length(attention) if additive and not attention.layout.implementation.startswith(VARLEN) else 0
 
     def is_square(block: Block) -> bool:
         return not additive and block.is_square(reach)
 
     def is_uncut(block: Block) -> bool:
-        needs_no_mask = attention.layout.implementation == "sdpa" and is_causal_from_the_end(q, block, reach)
+        needs_no_mask = attention.kernel == "sdpa" and is_causal_from_the_end(q, block, reach)
         return (needs_no_mask and not additive) or is_square(block)
 
     def with_mask(block: Block, documents: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:

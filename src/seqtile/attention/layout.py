@@ -10,6 +10,9 @@ from torch import Tensor
 
 from seqtile.attention.heads import Rows
 
+VARLEN = "seqtile_varlen_or_"
+"""The name of the attention without masks, before that of the attention whose place it takes, see varlen.py."""
+
 
 class Layout:
     """The sequences of a batch in one forward, and values derived from them once.

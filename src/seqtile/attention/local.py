@@ -15,6 +15,10 @@ from seqtile.attention.segments import Block, segments
 from seqtile.ops.state import Overridden
 
 SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax
+COMPUTED = ("scaling", "dropout", "softcap", SINKS)
+"""The arguments of an attention call that change what is computed, besides its window."""
+UNUSED = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
+"""Tensors among the arguments that change no score, and the sinks; a call with any other is not known."""
 
 
 class LocalAttention(NamedTuple):
@@ -26,6 +30,15 @@ class LocalAttention(NamedTuple):
     window: int | None
     options: dict[str, Any]
     """scaling, dropout and, if the model has them, softcap and sinks, as Hugging Face passes them."""
+    kernel: str = ""
+    """The name of the attention that computes it, see backends.py."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each row is one document, of which every query is computed and sees all keys up to its own."""
+        whole = ((0, self.layout.length),)
+        alone = not self.layout.parents and not self.spans and self.heads.rows == whole
+        return alone and self.layout.documents == (whole,) and self.reach >= self.layout.length
 
     @property
     def reach(self) -> int:
@@ -57,7 +70,7 @@ class LocalAttention(NamedTuple):
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         """Calls the attention as Hugging Face does: from q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
-        name = self.layout.implementation
+        name = self.kernel
         function = self.eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         config = Overridden(self.module.config, _attn_implementation=name)
         groups = q.shape[1] // k.shape[1]
@@ -70,6 +83,22 @@ class LocalAttention(NamedTuple):
         """The eager attention, which is not registered: the model's own if it has sinks, else Gemma 2's."""
         modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
         return modeling.eager_attention_forward
+
+
+def call_attention(name: str, module: nn.Module, *heads_and_mask: Any, **options: Any) -> Any:
+    """Calls an attention that Hugging Face registers, or the model's own eager one, as the model's layers do."""
+    eager = sys.modules[type(module).__module__].eager_attention_forward if name == "eager" else None
+    function = ALL_ATTENTION_FUNCTIONS[name] if eager is None else eager
+    config = Overridden(module.config, _attn_implementation=name)
+    return function(Overridden(module, config=config), *heads_and_mask, **options)
+
+
+def in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Returns q, k and v in the one dtype that attention computes in."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    return [x.to(dtype) for x in (q, k, v)]
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:

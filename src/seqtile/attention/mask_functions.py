@@ -1,8 +1,7 @@
-"""Records the masks that a model makes outside its text model as recipes, so that no rank makes one of length x length.
+"""Reads what a mask of Hugging Face's would say, before it is made, from the function that makes its elements.
 
-In Gemma 3 and others, the tokens of an image see each other in both directions. Hugging Face calls the mask function
-that is registered for an attention. Here this function returns a `MaskRecipe`, which the model passes to its text
-model.
+Hugging Face composes this function of a few known ones: causality, a window, documents, chunks, and spans of tokens
+that see each other in both directions, as an image's in Gemma 3. Their arguments stand in their closures.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +17,15 @@ from seqtile.attention.layout import edges_of, rows_between
 
 OUTSIDE = "seqtile_masks_outside"
 """The attention's name while code outside the text model runs."""
-_CAUSAL = {"causal_mask_function", "and_masks", "or_masks", "sliding_window_overlay", "padding_mask_function"}
-_CAUSAL |= {"packed_sequence_mask_function", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"}
-_CAUSAL |= {"packed_sequence_compatibility_function"}
-_TWO_WAYS = "blockwise_overlay"
+_TWO_WAYS, _WINDOW, _DOCUMENTS = "blockwise_overlay", "sliding_window_overlay", "packed_sequence_mask_function"
+_CHUNKS = "chunked_overlay"
+_CAUSAL = {"causal_mask_function", "and_masks", "or_masks", "padding_mask_function"}
+_CAUSAL |= {"remap_positions_for_packed_sequence", "add_offsets_to_mask_function"}
+_CAUSAL |= {"packed_sequence_compatibility_function", _TWO_WAYS, _WINDOW, _DOCUMENTS, _CHUNKS}
 
 
 class MaskRecipe(NamedTuple):
-    """The parts of a mask that layers do not know: everything except causality, documents and a window."""
+    """The parts of a causal mask."""
 
     padding: Tensor | None
     """[B, S], True for tokens, False for padding."""
@@ -34,24 +34,42 @@ class MaskRecipe(NamedTuple):
     spans."""
     function: Callable[..., Tensor]
     """function(b, h, query, key) returns whether a query sees a key in row b and head h."""
+    documents: Tensor | None = None
+    """[B, S], for each token the number of its document; None if each row is one."""
+    window: int | None = None
+    """How many keys a query sees, its own included."""
+    chunk: int | None = None
+    """The length of the chunks, from a document's first token on, beyond which no query sees."""
+
+
+def recipe_of(mask_function: Callable, padding: Tensor | None) -> MaskRecipe | str:
+    """Returns what a mask function says; the name of a function that is not known, if there is one."""
+    found: dict[str, list[Any]] = {}
+    functions = list(_functions_in(mask_function))
+    for function in functions:
+        name = function.__qualname__.partition(".")[0]
+        if function.__module__ != "transformers.masking_utils" or name not in _CAUSAL:
+            return f"{function.__module__}.{function.__qualname__}"
+        found[name] = [cell.cell_contents for cell in function.__closure__ or ()]
+    if causal_mask_function not in functions:
+        return "a mask that is not causal"
+    tensors = {name: next((x for x in held if isinstance(x, Tensor)), None) for name, held in found.items()}
+    sizes = {name: next((x for x in held if isinstance(x, int)), None) for name, held in found.items()}
+    spans, documents = tensors.get(_TWO_WAYS), tensors.get(_DOCUMENTS)
+    return MaskRecipe(padding, spans, mask_function, documents, sizes.get(_WINDOW), sizes.get(_CHUNKS))
 
 
 def mask_recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
-    """Replaces Hugging Face's functions that make masks. Raises ValueError for an unknown mask."""
-    spans, functions = None, list(_functions_in(mask_function))
-    if causal_mask_function not in functions:
-        raise ValueError("expected causal masks, got another one from outside the text model; leave this model whole")
-    for function in functions:
-        name = function.__qualname__.partition(".")[0]
-        known = function.__module__ == "transformers.masking_utils" and (name in _CAUSAL or name == _TWO_WAYS)
-        if not known:
-            raise ValueError(
-                f"a mask of {function.__module__}.{function.__qualname__} is not supported over ranks; expected "
-                "causality, windows, documents and spans that see each other both ways; leave this model whole"
-            )
-        if name == _TWO_WAYS:
-            spans = next(cell.cell_contents for cell in function.__closure__)
-    return MaskRecipe(attention_mask, spans, mask_function)
+    """Replaces Hugging Face's functions that make masks outside a text model whose tokens are over ranks, so that no
+    rank makes one of length x length. Raises ValueError for an unknown mask."""
+    recipe = recipe_of(mask_function, attention_mask)
+    if isinstance(recipe, str) or recipe.chunk is not None:
+        what = recipe if isinstance(recipe, str) else "chunked attention"
+        raise ValueError(
+            f"expected masks of causality, windows, documents and spans that see each other both ways, got {what} from "
+            "outside the text model, which is not supported over ranks; leave this model whole"
+        )
+    return recipe
 
 
 def _functions_in(function: FunctionType) -> Iterator[FunctionType]:

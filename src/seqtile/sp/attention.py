@@ -5,20 +5,17 @@ With `layer=True`, ops/decoder_layer/qkv.py starts the first all-to-all, once pe
 Source: Arctic Long Sequence Training, 3.2.
 """
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.attention.backends import attend, check
-from seqtile.attention.local import SINKS, LocalAttention
+from seqtile.attention.local import COMPUTED, SINKS, UNUSED, LocalAttention, call_attention, in_one_dtype
 from seqtile.ops.attention_limits import attention_warning
-from seqtile.ops.state import Overridden
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
 from seqtile.sp.compressed import CompressedKeys
@@ -27,8 +24,6 @@ from seqtile.sp.layout import LAYOUT, ShardedLayout, layout_in
 
 logger = logging.get_logger(__name__)
 NAME = "seqtile_ulysses"
-# Tensor arguments that change no score; any other tensor is refused.
-_HARMLESS = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class UlyssesAttention(SequenceParallelAttention):
         return replace(self, q_heads=self.q_heads // groups, kv_heads=self.kv_heads // groups)
 
     def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
-        return self.qkv.start(_as_computed(q, k, v), to_heads=True)
+        return self.qkv.start(in_one_dtype(q, k, v), to_heads=True)
 
     def start_gradients_to_tokens(self, *d_qkv: Tensor) -> PendingTensors:
         return self.qkv.start(d_qkv, to_heads=False)
@@ -99,14 +94,6 @@ class UlyssesAttention(SequenceParallelAttention):
         return self.layout.once(("largest", self.window), largest)
 
 
-def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Returns q, k and v in the one dtype that attention computes in."""
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    return [x.to(dtype) for x in (q, k, v)]
-
-
 class UlyssesFunction(SequenceParallelFunction):
     """The attention that is registered with Hugging Face.
 
@@ -128,12 +115,9 @@ class UlyssesFunction(SequenceParallelFunction):
         for anything except causal attention within documents, on every rank and before any rank waits.
         """
         if self.fallback is not None and LAYOUT not in options:
-            eager = sys.modules[type(module).__module__].eager_attention_forward  # is not registered
-            function = ALL_ATTENTION_FUNCTIONS.get(self.fallback, eager)
-            config = Overridden(module.config, _attn_implementation=self.fallback)
-            return function(Overridden(module, config=config), query, key, value, attention_mask, **options)
+            return call_attention(self.fallback, module, query, key, value, attention_mask, **options)
         steps = self._steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
-        q, k, v = exchanged(steps.qkv, True, *_as_computed(query, key, value))
+        q, k, v = exchanged(steps.qkv, True, *in_one_dtype(query, key, value))
         compressed = vars(module).get("expand_kv")
         if isinstance(compressed, CompressedKeys) and compressed.is_chosen:
             k, v = compressed.expand(k, v, steps.qkv.heads.q)
@@ -160,14 +144,13 @@ class UlyssesFunction(SequenceParallelFunction):
         if not causal and not layout.is_masked_outside:
             wrong.append("that is not causal")
         for name, option in options.items():
-            if (name == "cache" and option is not None) or (isinstance(option, Tensor) and name not in _HARMLESS):
+            if (name == "cache" and option is not None) or (isinstance(option, Tensor) and name not in UNUSED):
                 wrong.append(f"with {name}")
         if wrong:
             raise ValueError(f"attention {', '.join(wrong)} is not sharded over ranks; leave this model whole")
         if window is None and (unsaid := _window_of(module)) is not None and unsaid < layout.length:
             raise ValueError(f"a window of {unsaid} is not passed on to attention by this model; leave it whole")
-        names = ("scaling", "dropout", "softcap", SINKS)
-        kept = {name: options[name] for name in names if options.get(name) is not None}
+        kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}
         return UlyssesAttention(module, layout, window, kept, *heads)
 
 

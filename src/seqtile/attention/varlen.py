@@ -1,0 +1,179 @@
+"""Attention without a mask, for packed, padded and windowed batches, on any device: `apply_seqtile(model,
+attention="varlen")` chooses it.
+
+    model    create_causal_mask ── VarlenMasks ── a `BatchLayout` in the mask's place: documents, padding, window
+    layers   attention_mask=layout, also in a checkpoint's recomputation and in tiled layers ── VarlenAttention
+
+Where there is no layout, as in a forward with a cache that holds tokens, and where an attention asks for something that
+is not known here, the model's former attention runs with its own mask.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from seqtile.attention.backends import attend, kernel_of
+from seqtile.attention.heads import Rows, rank_heads
+from seqtile.attention.layout import VARLEN, Layout, edges_of, rows_between
+from seqtile.attention.local import COMPUTED, SINKS, UNUSED, LocalAttention, call_attention, in_one_dtype
+from seqtile.attention.mask_functions import MaskRecipe, recipe_of, spans_of
+from seqtile.ops.attention_limits import attention_warning
+
+logger = logging.get_logger(__name__)
+_OF_DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+def register(former: str) -> str:
+    """Registers the attention that takes the place of the attention `former` with Hugging Face; returns its name."""
+    name = VARLEN + former
+    AttentionInterface.register(name, VarlenAttention(former))
+    AttentionMaskInterface.register(name, VarlenMasks(former))
+    return name
+
+
+class BatchLayout(Layout):
+    """The layout of a batch for layers with one kind of mask."""
+
+    def __init__(
+        self, length: int, documents: tuple[Rows, ...], former: str, recipe: MaskRecipe, mask: Callable[[], Any]
+    ):
+        documents = _in_chunks(documents, recipe.chunk)
+        same = all(row == documents[0] for row in documents)
+        super().__init__(length, documents[:1] if same else documents, VARLEN + former)
+        self.recipe = recipe
+        self.has_mask = recipe.padding is not None
+        self._mask = mask
+
+    def mask(self) -> Any:
+        """Returns the mask that the former attention takes in the layout's place, made once."""
+        return self.once("mask", self._mask)
+
+    def told(self, ends: Tensor) -> "BatchLayout":
+        """Returns the layout in which the documents of the one row end at `ends`, cumulative lengths from 0 on, if
+        neither positions nor a mask tell documents. One wait for the device, once."""
+
+        def found() -> BatchLayout:
+            edges = ends.tolist()
+            if self.recipe.padding is not None or self.recipe.documents is not None or len(edges) <= 2:
+                return self
+            edges += [self.length] if edges[-1] < self.length else []  # padding
+            documents = (tuple(pairwise(edges)),)
+            return BatchLayout(self.length, documents, self.implementation, self.recipe, self._mask)
+
+        return self.once("told", found)
+
+
+class VarlenMasks:
+    """The function that Hugging Face calls for a mask; returns a `BatchLayout` instead, or what the former attention's
+    function returns."""
+
+    def __init__(self, former: str):
+        self.former = former
+
+    @torch.compiler.disable(reason="seqtile reads where documents begin")
+    def __call__(self, *, q_length: int, kv_length: int, q_offset: Any = 0, **given: Any) -> Any:
+        former = ALL_MASK_ATTENTION_FUNCTIONS.get(self.former)
+        arguments = given | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        make = partial(former, **arguments) if former is not None else lambda: None
+        if q_length != kv_length or isinstance(q_offset, Tensor) or q_offset or given.get("kv_offset"):
+            return make()
+        recipe = recipe_of(given["mask_function"], given.get("attention_mask"))
+        layout = (
+            None if isinstance(recipe, str) else _layout_of(recipe, given["batch_size"], q_length, self.former, make)
+        )
+        return make() if layout is None else layout
+
+
+def _layout_of(recipe: MaskRecipe, rows: int, length: int, name: str, mask: Callable[[], Any]) -> BatchLayout | None:
+    """Returns the layout that a recipe describes; None for one that only a mask can. Waits for the device unless each
+    row is one document."""
+    documents: tuple[Rows, ...] = (((0, length),),)
+    if (told := recipe.documents if recipe.padding is None else recipe.padding) is not None:
+        places = torch.arange(length, device=told.device).expand(rows, length)
+        if recipe.padding is None:
+            places, valid = places + 2 * told, torch.ones_like(places, dtype=torch.bool)  # a gap where a document ends
+        else:
+            valid = told.bool()
+        documents = rows_between(edges_of(places, valid))
+        if recipe.padding is not None and any(len(row) > 1 for row in documents):
+            return None  # a mask with holes
+    try:
+        spans = spans_of(recipe, recipe.window)
+    except ValueError:
+        return None
+    layout = BatchLayout(length, documents, name, recipe, mask)
+    if spans:
+        layout.documents = layout.documents * (rows // len(layout.documents))
+        layout.spans = (spans, spans)
+    return layout
+
+
+def _in_chunks(documents: tuple[Rows, ...], size: int | None) -> tuple[Rows, ...]:
+    """Returns documents cut into chunks of `size` tokens from their first token on."""
+    if size is None:
+        return documents
+    cut = ([(at, min(at + size, stop)) for start, stop in row for at in range(start, stop, size)] for row in documents)
+    return tuple(map(tuple, cut))
+
+
+class VarlenAttention:
+    """The attention function that Hugging Face's layers call."""
+
+    def __init__(self, former: str):
+        self.former = former
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes [B, S, H, K] from q [B, H, S, K], k and v [B, KV, S, K], and a `BatchLayout` in the mask's place.
+
+        Queries of padding get zeros. Allocates attention's own tensors, and a copy of q, k and v for kernels that take
+        documents of several rows, or padded ones, one after the other.
+        """
+        if not isinstance(attention_mask, BatchLayout):
+            return call_attention(self.former, module, query, key, value, attention_mask, **options)
+        if self._is_unknown(module, query, key, options):
+            return call_attention(self.former, module, query, key, value, attention_mask.mask(), **options)
+        return self._compute(module, query, key, value, attention_mask, options), None
+
+    @staticmethod
+    def _is_unknown(module: nn.Module, q: Tensor, k: Tensor, options: dict[str, Any]) -> bool:
+        """Returns whether a call asks for more than scores of causal attention, such as for its weights."""
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        known = _OF_DOCUMENTS | UNUSED
+        others = [name for name, value in options.items() if isinstance(value, Tensor) and name not in known]
+        wants_weights = options.get("output_attentions", getattr(module.config, "output_attentions", False))
+        return bool(not causal or others or wants_weights or q.shape[2] != k.shape[2] or options.get("cache"))
+
+    @torch.compiler.disable(reason="seqtile computes attention document by document")
+    def _compute(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout, options: dict[str, Any]
+    ) -> Tensor:
+        if (ends := options.get("cu_seq_lens_q")) is not None:
+            layout = layout.told(ends)
+        numbers = q.shape[1], k.shape[1]
+        heads = layout.once(("heads", numbers), lambda: rank_heads(0, 1, *numbers, layout.length))
+        kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}
+        if SINKS in kept and len(kept[SINKS]) != q.shape[1]:
+            raise ValueError(
+                f"expected sinks of {q.shape[1]} heads, got {len(kept[SINKS])}: groups of heads need an attention "
+                "without sinks; leave out head_groups"
+            )
+        attention = LocalAttention(module, layout, heads, layout.recipe.window, kept)
+        layout.once(("limits", q.shape[1], q.requires_grad), lambda: _warn_of_limits(attention, q, v))
+        return attend(attention, *in_one_dtype(q, k, v))
+
+
+def _warn_of_limits(attention: LocalAttention, q: Tensor, v: Tensor) -> None:
+    """Warns once if a document is longer than its attention can compute in the installed releases."""
+    longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
+    if (said := attention_warning(kernel_of(attention, q, v), q, None, longest)) is not None:
+        logger.warning_once(said)

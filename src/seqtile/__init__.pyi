@@ -75,6 +75,7 @@ def apply_seqtile_to_llama(
     layer: bool = False,
     head_groups: int | str | None = None,
     chunk_tokens: int | None = None,
+    attention: str | None = None,
     check: bool | str = True,
 ) -> None:
     """Tiles llama models: the loss and the MLP in memory that does not grow with length.
@@ -94,6 +95,8 @@ def apply_seqtile_to_llama(
             biases by head), since it is not told which heads it gets.
         chunk_tokens: tokens of a chunk; None for max(2048, hidden size), and for more in a mixture of experts, and in
             the MLPs and layers of a checkpointed small model.
+        attention: "varlen" computes attention without masks of length x length, where rows are packed, padded or have
+            windows, on any device: see `seqtile.attention`. None leaves attention as it is.
         check: the first training step compares the tiled model with the untiled one on 28 tokens of its own batch. It
             raises ValueError if the loss or a gradient differs by more than rounding. It compares the gradients of
             the embeddings' output and of every parameter of up to 4M numbers; "full": of every parameter. False: none.

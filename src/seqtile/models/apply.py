@@ -26,6 +26,7 @@ from seqtile.models.placement import Options, check_place, check_unplace, place,
 from seqtile.models.recognise import gated_form
 from seqtile.models.sharded import unmark_leaves
 from seqtile.models.stand_in import take_off
+from seqtile.models.varlen import check_varlen, choose_varlen, put_back, put_back_of_type
 from seqtile.proof.first_step import checked_forward
 from seqtile.proof.proven import unproven
 from seqtile.proof.small import config_for, unfilled
@@ -57,6 +58,7 @@ def apply_seqtile(
     layer: bool = False,
     head_groups: int | str | None = None,
     chunk_tokens: int | None = None,
+    attention: str | None = None,
     check: bool | str = True,
 ) -> None:
     """Tiles a Hugging Face model of any architecture: it finds by structure what can be tiled, and `seqtile.status`
@@ -65,7 +67,7 @@ def apply_seqtile(
     For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model without a head over a vocabulary.
     """
     model = unwrapped(model)
-    apply(model.config.model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
+    apply(model.config.model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens, attention, check))
 
 
 def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -> None:
@@ -86,6 +88,8 @@ def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -
             biases by head), since it is not told which heads it gets.
         chunk_tokens: tokens of a chunk; None for max(2048, hidden size), and for more in a mixture of experts, and in
             the MLPs and layers of a checkpointed small model.
+        attention: "varlen" computes attention without masks of length x length, where rows are packed, padded or have
+            windows, on any device: see `seqtile.attention`. None leaves attention as it is.
         check: the first training step compares the tiled model with the untiled one on 28 tokens of its own batch. It
             raises ValueError if the loss or a gradient differs by more than rounding. It compares the gradients of
             the embeddings' output and of every parameter of up to 4M numbers; "full": of every parameter. False: none.
@@ -133,15 +137,20 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
         return
     if options.loss:
         place_of_head(model)
-    found, refused = _found(model, options, proof)
+    if options.attention:
+        check_varlen(model)
+    asked, (found, refused) = options.parts, _found(model, options, proof)
     for module, part in found:
         part.check(module, options)
     watch_masks()
     watch_sdpa()
     classes: dict[tuple, type] = {}
+    if options.attention:
+        choose_varlen(model)
+        options = replace(options, attention=None)  # chosen here, not in the first forward
     for module, part in found:
         place(module, partial(_forward_in_place_of, part, options), options, classes, part.option)
-    setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
+    setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | asked)
     setattr(model, _REFUSED, refused)
 
 
@@ -187,7 +196,10 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
         for name, value in vars(sys.modules[cls.__module__]).items() if options.mlp else ():
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
-        for module, part in _found(unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]())), options, unproven)[0]:
+        model = unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]()))
+        if options.attention:
+            check_varlen(model)
+        for module, part in _found(model, options, unproven)[0]:
             if part is LAYER:  # the number of kv heads is that of a model to come, which 1 divides
                 part.check(module, replace(options, head_groups=options.head_groups and 1))
             found |= dict.fromkeys(_names_of(type(module), cls), part)
@@ -197,6 +209,8 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
     watch_sdpa()
     patch = _CLASSES.setdefault(model_type, ClassPatch())
     patch.parts |= options.parts
+    if "attention" in patch.parts:  # asked for here or before
+        options = replace(options, attention="varlen")
     for (module_name, name), part in found.items():
         module = sys.modules[module_name]
         owner = getattr(module, name)
@@ -232,6 +246,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         if (patch := _CLASSES.get(target)) is None:
             return
         _unplace_all(list(patch.classes))
+        put_back_of_type(target)
         for cls, at in patch.classes.items():
             take_off(cls)
             if at is not None and getattr(sys.modules[at[0]], at[1]) is cls:
@@ -241,6 +256,8 @@ def restore(target: nn.Module | str | None = None) -> None:
         model = unwrapped(target)
         modules = list(model.modules())
         _unplace_all(modules)
+        if "attention" in vars(model).get(_ASKED, ()):
+            put_back(model)
         if (sharded := vars(model).get(SHARDED)) is not None:
             sharded.stop_sharing_prefixes()
         for name in (_ASKED, _REFUSED):

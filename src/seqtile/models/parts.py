@@ -55,8 +55,9 @@ EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swappe
 LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict, takes_head_groups=True)
 NORM = Part("layer", norms_of, tiled_norm_forward, swapped=True)
 BASE = Part("layer", base_models_of, forward_without_cache, is_model=True)
+ATTENTION = Part("attention", base_models_of, forward_without_cache, is_model=True)
 # Where neither the loss nor layers are tiled; below the head for those who call that alone.
 CHECK = Part(
     "", lambda model: list(dict.fromkeys((model, model.base_model))), lambda _, original: original, is_model=True
 )
-PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)
+PARTS = (LOSS, MLP, EXPERTS, ATTENTION, LAYER, NORM, BASE)

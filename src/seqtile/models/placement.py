@@ -27,7 +27,11 @@ from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
 KNOWN_PACKAGES = ("transformers", "liger_kernel")  # a tiled forward may replace forwards from these packages
-_DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # options that decide a forward
+_DECIDING = {
+    "mlp": ("chunk_tokens",),
+    "layer": ("chunk_tokens", "head_groups"),
+    "attention": ("attention",),
+}  # options that decide a forward
 _OWN = "_seqtile_placement"  # on classes made for single modules: the Placement, or None if the class undoes one
 
 
@@ -40,13 +44,14 @@ class Options:
     layer: bool = False
     head_groups: int | str | None = None
     chunk_tokens: int | None = None
+    attention: str | None = None
     check: bool | str = True
     """Whether the first training step compares itself with the untiled model; "full" compares every gradient."""
 
     @property
     def parts(self) -> frozenset[str]:
         """The names of the parts to tile."""
-        return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
+        return frozenset(name for name in ("mlp", "loss", "layer", "attention") if getattr(self, name))
 
     def validate(self) -> None:
         """Raises TypeError or ValueError for options that are invalid for every architecture."""
@@ -54,6 +59,8 @@ class Options:
         resolve_chunk_tokens(self.chunk_tokens, 1)
         if not isinstance(self.check, bool) and self.check != "full":
             raise ValueError(f'check: expected True, False or "full", got {self.check!r}')
+        if self.attention not in (None, "varlen"):
+            raise ValueError(f'attention: expected "varlen" or None, got {self.attention!r}')
         if not self.parts:
             raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
         if groups is not None and groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from seqtile.attention.layout import VARLEN
 from seqtile.limits import flash_limit
 from seqtile.models.apply import parts_applied_to, refused_of, unwrapped
 from seqtile.models.find import head_of, is_checkpointed
@@ -16,6 +17,7 @@ from seqtile.models.functions import package_of
 from seqtile.models.known import UNKNOWN
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.placement import inwards, placement_at, wrappers_at
+from seqtile.models.varlen import attention_of, is_varlen
 from seqtile.models.verdict import REMEDY
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.protocols import FIRST_STEP, SHARDED
@@ -127,6 +129,8 @@ class ModelStatus:
     """The MLPs, and the experts of a mixture."""
     layer: PartStatus | None = None
     """Everything in a layer except attention; None if not requested. Its chunks include the MLP."""
+    attention: str | None = None
+    """The name of the attention in whose place one without masks computes; None if it was not requested."""
     prefixes: PrefixStatus | None = None
     """The prefixes that rows share; None if not requested."""
     notes: tuple[str, ...] = ()
@@ -136,6 +140,8 @@ class ModelStatus:
         lines = [self.model]
         parts = (self.loss, self.mlp, self.layer)
         lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
+        if self.attention is not None:
+            lines.append(f"  attention  without masks of length x length, in the place of {self.attention}")
         lines += [] if self.prefixes is None else [f"  rows  {self.prefixes}"]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -153,7 +159,9 @@ def status(model: nn.Module) -> ModelStatus:
     sharded = vars(model).get(SHARDED)
     shared = None if sharded is None else sharded.shared_prefixes
     prefixes = None if shared is None else PrefixStatus(*shared)
-    return ModelStatus(type(model).__name__, loss, mlp, layer, prefixes, tuple(notes_on(model, loss, mlp, layer)))
+    attention = attention_of(model).removeprefix(VARLEN) if is_varlen(model) else None
+    notes = tuple(notes_on(model, loss, mlp, layer))
+    return ModelStatus(type(model).__name__, loss, mlp, layer, attention, prefixes, notes)
 
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
@@ -202,9 +210,7 @@ def _is_on_gpu(model: nn.Module) -> bool:
 def _on_kernels(model: nn.Module, groups: int) -> Iterator[str]:
     """Yields what its attention's kernels compute wrongly in the installed releases, where it can be reached."""
     config, sharded, dtype = model.config.get_text_config(), vars(model).get(SHARDED), str(model.dtype)[6:]
-    ranks, attention = 1, model.config._attn_implementation
-    if sharded is not None:
-        ranks, attention = sharded.sp_group.size, sharded.implementation
+    ranks, attention = 1 if sharded is None else sharded.sp_group.size, attention_of(model)
     heads, head_dim = (getattr(config, name, None) for name in ("num_attention_heads", "head_dim"))
     if isinstance(heads, int) and dtype != "float32":  # in which sdpa takes another kernel
         limit = flash_limit(attention, -(-heads // (groups * ranks)), head_dim or config.hidden_size // heads)

@@ -176,7 +176,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         differs = partial(difference, run(tiled={}), nudged=untiled, eps=eps)
         found = differs(run(tiled=placed))
     if ranks.any(found is not None):
-        part, option = _part_that_differs(ranks, placed, lambda tiled: differs(run(tiled=tiled)))
+        part, option = _part_that_differs(ranks, placed, lambda **asked: differs(run(**asked)))
         where = "on another rank"
         if found is not None:
             bit = f"one bit of the embeddings changes it by {found.rounding:.1e}"
@@ -225,7 +225,7 @@ def _not_comparable(model: nn.Module, original: Callable, tensors: list[torch.Te
 
 
 def _part_that_differs(
-    ranks: Ranks, placed: Placed, difference_of: Callable[[Placed], Difference | None]
+    ranks: Ranks, placed: Placed, difference_of: Callable[..., Difference | None]
 ) -> tuple[str, str | None]:
     """Tiles one part at a time: returns the text for the error, and the option, of the first that differs; else "" and
     None."""
@@ -233,11 +233,12 @@ def _part_that_differs(
     for module, placement in placed.items():
         owner = "" if placement.part == "layer" else f" ({name_of(module)})"
         kinds.setdefault((placement.part, owner), {})[module] = placement
+    kinds["attention", ""] = {}
     for (part, owner), alone in kinds.items():
         if not part:
             continue
         try:
-            differs = difference_of(alone) is not None
+            differs = difference_of(tiled=alone, varlen=part == "attention") is not None
         except Exception:  # a part that does not run alone is not the one that is looked for
             differs = True
         if ranks.any(differs):
@@ -246,7 +247,8 @@ def _part_that_differs(
 
 
 def _remedy(part: str | None) -> str:
-    without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
+    off = "None" if part == "attention" else "False"
+    without = f"{part}={off}" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
         f"Pass {without} to SeqtileCallback, or to apply_seqtile after seqtile.restore(model), and please report it "
         "(docs/troubleshooting.md), unless you declared something in it with seqtile.tokenwise: then that may not "

@@ -25,6 +25,7 @@ from seqtile.models.find import experts_in, takes_use_cache
 from seqtile.models.functions import innermost, package_of
 from seqtile.models.hooks import hooks_of, is_known
 from seqtile.models.placement import Placement, placement_at
+from seqtile.models.varlen import former_attention
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.save_early import saved_unseen
 from seqtile.proof.difference import Vectors, loss_and_gradients
@@ -66,9 +67,9 @@ class Pass:
         self.main_grads: dict[str, torch.Tensor] = {}
         """The temporary `main_grad`s at the start of a pass: the gradients of the first pass."""
 
-    def run(self, *, tiled: Placed, nudge: float = 0.0, seed: int = 1) -> Vectors:
-        """Returns the loss and gradients with only `tiled` of the `placed` modules tiled. For `nudge` and `seed` see
-        `loss_and_gradients`."""
+    def run(self, *, tiled: Placed, varlen: bool | None = None, nudge: float = 0.0, seed: int = 1) -> Vectors:
+        """Returns the loss and gradients with only `tiled` of the `placed` modules tiled. `varlen`: attention without
+        masks is used if it is chosen; None: if any module is tiled. For `nudge` and `seed` see `loss_and_gradients`."""
         untiled = {module: placement for module, placement in self.placed.items() if module not in tiled}
         inputs, forward = dict(self.inputs), self.original
         if self.model in tiled:
@@ -77,12 +78,14 @@ class Pass:
             inputs["skip_logits"] = False
         if "return_dict" in inputs or not getattr(self.model.config, "return_dict", True):
             inputs["return_dict"] = True
-        if any(placement.part == "layer" for placement in untiled.values()):
+        if any(placement.part in ("layer", "attention") for placement in untiled.values()):
             inputs["use_cache"] = False  # like tiled layers, which make no cache in training
         elif any(placement.part == "loss" for placement in untiled.values()) and takes_use_cache(forward):
             inputs.setdefault("use_cache", False)  # a tiled loss makes none either
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model, self.state))
+            if not (tiled if varlen is None else varlen):
+                stack.enter_context(former_attention(self.model))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch(self.ranks.check_sharing))
             for module, placement in untiled.items():

@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from seqtile.models.find import layers_of, positional_of
 from seqtile.models.placement import Options
+from seqtile.models.varlen import choose_varlen_by_class
 from seqtile.renamed import CACHE_NAMES, cache_in
 
 logger = logging.get_logger(__name__)
@@ -25,7 +26,8 @@ def base_models_of(model: nn.Module) -> list[nn.Module]:
 
 def forward_without_cache(options: Options, original: Callable) -> Callable:
     """Returns a forward in place of `original`, that of a model without its head (a plain function), which makes no
-    cache in training, however long the sequence, unless it is given one.
+    cache in training, however long the sequence, unless it is given one. With `attention` among the options, as on a
+    class, it chooses that attention in a model's first forward.
 
     Hugging Face's config asks for a cache by default, in training too. With one, packed documents are not told apart.
     """
@@ -33,6 +35,8 @@ def forward_without_cache(options: Options, original: Callable) -> Callable:
 
     def forward(self, *args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
+        if options.attention:
+            choose_varlen_by_class(self)
         in_training = self.training and torch.is_grad_enabled()
         if not in_training or cache_in(given) is not None:
             return original(self, *args, **kwargs)

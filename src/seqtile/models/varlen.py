@@ -1,0 +1,105 @@
+"""Chooses the attention without masks for a model, `seqtile.attention.varlen`, and puts its former attention back.
+
+The choice stands in the configs of the text model, as `model.set_attn_implementation` writes it there. Hugging Face
+never saves it.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from seqtile.attention.layout import VARLEN
+from seqtile.attention.varlen import register
+from seqtile.models.find import layers_of, text_model_of
+from seqtile.ops.chunks import is_trial
+from seqtile.protocols import SHARDED
+
+_BY_CLASS: weakref.WeakSet = weakref.WeakSet()  # models whose classes chose it for them, in their first forward
+
+
+def attention_of(model: nn.Module) -> str:
+    """Returns the name of a model's attention; if the model is sharded over ranks, of that which computes heads."""
+    text = text_model_of(model)
+    sharded = vars(text).get(SHARDED)
+    return (text.config._attn_implementation or "eager") if sharded is None else sharded.implementation
+
+
+def is_varlen(model: nn.Module) -> bool:
+    return attention_of(model).startswith(VARLEN)
+
+
+def check_varlen(model: PreTrainedModel) -> None:
+    """Raises ValueError if the attention of a model cannot be computed without masks."""
+    text, name = text_model_of(model), type(model).__name__
+    causal = {getattr(module, "is_causal", None) for layer in layers_of(model) for module in layer.modules()} - {None}
+    attention = attention_of(model)
+    refused = {
+        "it has an encoder": model.config.is_encoder_decoder,
+        "its text model is not found": not isinstance(text, PreTrainedModel),
+        "it does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
+        "its attention is not causal": causal == {False},
+        f"its attention is {attention!r}": attention.startswith("paged|")
+        or not (attention == "eager" or attention in ALL_ATTENTION_FUNCTIONS),
+    }
+    if reasons := [reason for reason, is_so in refused.items() if is_so]:
+        raise ValueError(
+            f'attention="varlen": expected causal attention of Hugging Face\'s, but of {name} {reasons[0]}; leave '
+            "attention out"
+        )
+
+
+def choose_varlen(model: nn.Module) -> None:
+    """Chooses the attention without masks in a model, unless it has it."""
+    if is_varlen(model):
+        return
+    name = register(attention_of(model))
+    for config in _configs_of(model):
+        config._attn_implementation = name
+
+
+def choose_varlen_by_class(model: nn.Module) -> None:
+    """Chooses it for a model whose class asks for it, once: an attention that is chosen later stays."""
+    if model in _BY_CLASS:
+        return
+    choose_varlen(model)
+    if not is_trial():  # after which the configs are as they were
+        _BY_CLASS.add(model)
+
+
+def put_back(model: nn.Module) -> None:
+    """Puts the attention back in whose place `choose_varlen` put its own. One that was chosen since stays."""
+    former = attention_of(model).removeprefix(VARLEN)
+    for config in _configs_of(model) if is_varlen(model) else ():
+        config._attn_implementation = former
+
+
+def put_back_of_type(model_type: str) -> None:
+    """Puts the former attention back in all models of a type whose classes chose theirs."""
+    for model in [model for model in _BY_CLASS if model.config.model_type == model_type]:
+        put_back(model)
+        _BY_CLASS.discard(model)
+
+
+@contextmanager
+def former_attention(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that has the attention without masks computes by its former attention."""
+    if not is_varlen(model):
+        yield
+        return
+    put_back(model)
+    try:
+        yield
+    finally:
+        choose_varlen(model)
+
+
+def _configs_of(model: nn.Module) -> list[PreTrainedConfig]:
+    """Returns the configs that the text model and its layers read their attention's name from."""
+    text = text_model_of(model)
+    modules = [text, *(module for layer in layers_of(model) for module in layer.modules())]
+    configs = [module.config for module in modules if isinstance(getattr(module, "config", None), PreTrainedConfig)]
+    return list({id(config): config for config in configs}.values())

@@ -3,7 +3,8 @@
     PYTHONPATH=test python -m dev.models [TYPE ...]     with TYPE: only tells
 
 src/seqtile/proof/proven.json names the files that hold what was proven, and by which configs: the default ones and
-those of test/support/real_configs.py. With the transformers of dev/constraints.txt the table in docs/models.md is
+those of test/support/real_configs.py; proven_attention.json the files of models whose attention computes the same
+without masks. With the transformers of dev/constraints.txt the table in docs/models.md is
 written too.
 """
 
@@ -19,19 +20,20 @@ import transformers
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.proof import proven
+from seqtile.proof.attention import attention_refusal
 from seqtile.proof.findings import Finding
-from seqtile.proof.small import config_of_all_kinds
+from seqtile.proof.small import config_of_all_kinds, small_model
 from support.real_configs import REAL_CONFIGS
-from support.type_table import config_of, found_in, row, sharing_of
+from support.type_table import config_of, found_in, row, sharing_of, varlen_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
 
 
-def table(results: dict[str, list[Finding] | str], shared: dict[str, str]) -> str:
+def table(results: dict[str, list[Finding] | str], shared: dict[str, str], varlen: dict[str, str]) -> str:
     """Returns the block of docs/models.md: the counts, the table, and the types that could not be tried out. `shared`
-    is what `sharing_of` says of each type."""
+    and `varlen` are what `sharing_of` and `varlen_of` say of each type."""
     built = {model_type: found for model_type, found in results.items() if not isinstance(found, str)}
 
     def count(part: Part) -> int:
@@ -44,11 +46,12 @@ def table(results: dict[str, list[Finding] | str], shared: dict[str, str]) -> st
         f"Of {len(results)} types in transformers {release}, {len(built)} can be built small and run on text. "
         f"Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole layers of "
         f"{count(LAYER)}, and of {groups} by groups of heads. Prefixes that rows share are computed once by "
-        f"{sum(one == 'yes' for one in shared.values())}.",
+        f"{sum(one == 'yes' for one in shared.values())}, and attention without masks by "
+        f"{sum(one in ('yes', 'with masks') for one in varlen.values())}.",
         "",
-        "| model type | loss | MLP | experts | whole layers | head groups | shared prefixes |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        *(row(model_type, found, shared[model_type]) for model_type, found in built.items()),
+        "| model type | loss | MLP | experts | whole layers | head groups | shared prefixes | varlen |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(row(model_type, found, shared[model_type], varlen[model_type]) for model_type, found in built.items()),
         "",
         "Not tried out, since their default config cannot be built, or their model wants images or more: "
         + ", ".join(f"`{model_type}`" for model_type, found in results.items() if isinstance(found, str))
@@ -57,19 +60,19 @@ def table(results: dict[str, list[Finding] | str], shared: dict[str, str]) -> st
     return "\n".join(lines)
 
 
-def remember(proofs: list[tuple[str, list[Finding]]]) -> None:
-    """Writes the files of classes of which no part differs, and of which configs, to proven.json."""
+def remember(table: Path, proofs: list[tuple[str, str, bool]]) -> None:
+    """Writes the files of classes that are right, and of which configs, to a table. `proofs`: a Python module, the
+    digest of a config, and whether what was tried is right."""
     same: set[tuple[str, str]] = set()
     different: set[tuple[str, str]] = set()
-    for digest, found in proofs:
-        for one in found:
-            (different if one.refusal else same).add((proven.fingerprint(one.cls.__module__), digest))
+    for home, digest, is_right in proofs:
+        (same if is_right else different).add((proven.fingerprint(home), digest))
     files: dict[str, str] = {}
     for file, digest in sorted(same - different):
         files[file] = f"{files[file]} {digest}" if file in files else digest
-    known = json.loads(proven.PROVEN.read_text()) if proven.PROVEN.exists() else {}
+    known = json.loads(table.read_text()) if table.exists() else {}
     known[transformers.__version__] = files
-    proven.PROVEN.write_text(json.dumps(known, indent=1) + "\n")
+    table.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def write_page(block: str) -> None:
@@ -84,7 +87,9 @@ def main() -> None:
     torch.set_num_threads(1)  # what is small is slower on many
     results: dict[str, list[Finding] | str] = {}
     shared: dict[str, str] = {}
-    proofs: list[tuple[str, list[Finding]]] = []
+    varlen: dict[str, str] = {}
+    proofs: list[tuple[str, str, bool]] = []
+    proofs_of_attention: list[tuple[str, str, bool]] = []
     configs: list[tuple[str, dict[str, Any]]] = [(model_type, {}) for model_type in sys.argv[1:] or model_types()]
     configs += [] if sys.argv[1:] else [(model_type, said) for _, model_type, said in REAL_CONFIGS]
     for model_type, said in configs:
@@ -95,17 +100,22 @@ def main() -> None:
             continue
         if model_type not in shared:
             shared[model_type] = sharing_of(model_type)
-        print(row(model_type, found, shared[model_type]), flush=True)
-        model_class = model_classes(model_type)[0]
-        proofs.append((proven.digest(config_of_all_kinds(model_class, config_of(model_type, said))), found))
+        model = small_model(model_class := model_classes(model_type)[0], config_of(model_type, said))
+        varlen.setdefault(model_type, varlen_of(model))
+        print(row(model_type, found, shared[model_type], varlen[model_type]), flush=True)
+        digest = proven.digest(config_of_all_kinds(model_class, config_of(model_type, said)))
+        proofs += [(one.cls.__module__, digest, not one.refusal) for one in found]
+        is_right = attention_refusal(model) is None
+        proofs_of_attention += [(home, digest, is_right) for home in proven.own_homes(model)]
         for one in found:
             if one.refusal:
                 print(f"    {one.cls.__name__}: {one.refusal}", flush=True)
     if sys.argv[1:]:
         return
-    remember(proofs)
+    remember(proven.PROVEN, proofs)
+    remember(proven.PROVEN_ATTENTION, proofs_of_attention)
     if f"transformers=={transformers.__version__}" in CONSTRAINTS:
-        write_page(table(results, shared))
+        write_page(table(results, shared, varlen))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from seqtile.proof import findings, proven
 from seqtile.proof.difference import difference
 from seqtile.proof.small import small_model, unfilled
 from support.real_configs import REAL_CONFIGS
-from support.type_table import config_of, found_in, row, sharing_of
+from support.type_table import config_of, found_in, row, sharing_of, varlen_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 COUNTS = (
@@ -62,7 +62,8 @@ def test_a_type(model_type: str) -> None:
         assert f"`{model_type}`," in PAGE or f"`{model_type}`." in PAGE, found
         return
     expected = next(line for line in PAGE.split("\n") if line.startswith(f"| `{model_type}` |"))
-    assert row(model_type, found, sharing_of(model_type)) == expected, found
+    varlen = varlen_of(small_model(model_classes(model_type)[0], config_of(model_type)))
+    assert row(model_type, found, sharing_of(model_type), varlen) == expected, found
 
 
 @pytest.mark.full("a second each", but=("granitemoe",))

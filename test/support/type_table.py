@@ -1,14 +1,20 @@
 """Tries a model type as a small model, and writes its line of the table in docs/models.md (`make models`)."""
 
 import copy
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 import seqtile
+from seqtile.attention import segments
 from seqtile.models.model_types import model_classes
 from seqtile.proof import findings
+from seqtile.proof.attention import LENGTH, attention_refusal, packed_and_padded
 from seqtile.proof.findings import Finding
 from seqtile.proof.small import WORDS, small_model
 from support.tiny import loss_and_gradients
@@ -57,10 +63,39 @@ def sharing_of(model_type: str) -> str:
     return "yes" if max([*errors, abs(other - loss) / loss]) < 1e-5 else "differs"
 
 
-def row(model_type: str, found: list[Finding], shared: str) -> str:
+class _Squares(TorchDispatchMode):
+    """Counts the tensors of length x length that are made."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length, self.made = length, 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.made += sum(sum(size == self.length for size in x.shape) > 1 for x in tensors)
+        return out
+
+
+def varlen_of(model: PreTrainedModel) -> str:
+    """Returns whether a small model computes attention without masks: "yes", "with masks" (the same, but other code of
+    its makes a tensor of length x length), or "refused"."""
+    if attention_refusal(model) is not None:
+        return "refused"
+    model = copy.deepcopy(model)
+    seqtile.apply_seqtile(model, attention="varlen", mlp=False, loss=False, check=False)
+    squares = 0
+    for _, inputs in packed_and_padded():
+        with suppress(Exception), patch.object(segments, "MASK_ELEMENTS", 200), _Squares(LENGTH) as squares_of_batch:
+            findings.gradients_of(model, inputs)
+        squares += squares_of_batch.made
+    return "with masks" if squares else "yes"
+
+
+def row(model_type: str, found: list[Finding], shared: str, varlen: str) -> str:
     """Returns a type's line of the table."""
     cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in findings.PROVEN_ALONE)]
-    cells += ["yes" if any(one.groups for one in found) else "", shared]
+    cells += ["yes" if any(one.groups for one in found) else "", shared, varlen]
     return f"| {' | '.join(cells)} |"
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils, utils
 
@@ -48,11 +49,21 @@ def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
     Outputs of padding are zeros.
     """
-    attention = attention._replace(kernel=kernel_of(attention, q, v))
+    attention, width = attention._replace(kernel=kernel_of(attention, q, v)), v.shape[3]
+    if attention.kernel == "sdpa" and width != q.shape[3] and attention.layout.implementation != "sdpa":
+        attention, q, k, v = _in_one_width(attention, q, k, v)
     compute = _form_of(attention.kernel) or by_masks
     groups = attention.heads.groups
     out = joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
-    return _kept_in_graph(out, q)
+    return _kept_in_graph(out[..., :width], q)
+
+
+def _in_one_width(attention: LocalAttention, *heads: Tensor) -> tuple[LocalAttention, Tensor, Tensor, Tensor]:
+    """Returns an attention and its q, k and v, padded with zeros to one width, which changes no score: on a CPU torch's
+    sdpa computes unequal widths, as in latent attention, by scores of length x length."""
+    width = max(x.shape[3] for x in heads)
+    options = {"scaling": heads[0].shape[3] ** -0.5} | attention.options
+    return attention._replace(options=options), *(F.pad(x, (0, width - x.shape[3])) for x in heads)
 
 
 def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:

@@ -12,7 +12,7 @@ from seqtile.attention.heads import Rows
 from seqtile.attention.layout import VARLEN
 from seqtile.attention.local import LocalAttention, in_parts, joined, zeros
 from seqtile.attention.recompute import Call, call_again_in_backward
-from seqtile.attention.sdpa_lengths import causal_from_the_end, in_lengths, lengths_for_cudnn
+from seqtile.attention.sdpa_lengths import causal_from_the_end, few_lengths, in_lengths, lengths_for_cudnn
 from seqtile.attention.segments import Block, blocks, segments
 from seqtile.sdpa import may_choose_cudnn, without_cudnn
 
@@ -46,24 +46,25 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
         with without_cudnn() if by_cudnn else nullcontext():
             return attention.with_sinks(sinks).compute(q, k, v, mask)
 
-    def cut_into_blocks() -> tuple[list[list[Block]], dict[int, int] | None]:
+    def cut_into_blocks() -> tuple[list[list[Block]], dict[int, int], bool]:
         cut = [list(blocks(row, reach, is_uncut, whole)) for row in parted]
         squares = {block.q1 - block.q0 for row in cut for block in row if is_square(block)}
-        return cut, lengths_for_cudnn(squares) if by_cudnn else {}
+        lengths = lengths_for_cudnn(squares) if by_cudnn else None
+        return cut, few_lengths(squares, attention.layout.length) if lengths is None else lengths, lengths is None
 
     key = ("blocks", rows, reach, additive, bool(attention.spans), q.dtype)
-    cut, lengths = attention.layout.once(key, cut_into_blocks)
+    cut, lengths, leaves_cudnn_out = attention.layout.once(key, cut_into_blocks)
     of_rows = in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0)
     for of_row, documents, (q_row, k_row, v_row) in zip(cut, attention.layout.documents, of_rows, strict=True):
         queries = [part for (part,) in in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)]
         of_squares = keys_of_squares([block for block in of_row if is_square(block)], k_row, v_row)
         parts: list[Tensor | None] = [None] * len(of_row)
-        with without_cudnn() if lengths is None else nullcontext():
+        with without_cudnn() if by_cudnn and leaves_cudnn_out else nullcontext():
             for i, (block, part) in enumerate(zip(of_row, queries, strict=True)):
                 if not block.keys and not whole:
                     parts[i] = zeros(part, v)
                 elif is_square(block):
-                    parts[i] = in_lengths(lengths or {}, attention.compute, part, *of_squares[block.q0])
+                    parts[i] = in_lengths(lengths, attention.compute, part, *of_squares[block.q0])
         masked = [i for i, part in enumerate(parts) if part is None]
         calls = [Call(partial(with_mask, of_row[i], documents), of_row[i].keys or ((0, whole),)) for i in masked]
         asked = [queries[i] for i in masked]

@@ -1,4 +1,5 @@
-"""The lengths in which torch's sdpa may be computed by cuDNN, its first choice on Hopper, see `seqtile.sdpa`.
+"""The lengths in which torch's sdpa computes documents, and whether cuDNN may, its first choice on Hopper, see
+`seqtile.sdpa`.
 
 cuDNN builds a plan for every new shape, which takes 0.11 s on an H200, and under some masks its gradients are NaN. So
 it is left out for blocks with a mask and for batches with documents of many lengths: FlashAttention needs no plans. For
@@ -7,6 +8,7 @@ documents of a few lengths torch chooses, and the lengths are rounded up, so tha
     documents of one length, or from 32,768 ->  as they are               what torch chooses
     documents of 700, 1,300 and 2,000       ->  704, 1,408 and 2,048      what torch chooses
     of five lengths or more; with a mask    ->  as they are               without cuDNN
+    of more than twelve, in a row of 8,192  ->  16, 32, 64, 96, 128, 192, ... without cuDNN
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 FEW_LENGTHS = 4  # for which cuDNN may build plans in one batch
 LONG = 2**15  # tokens
+MOST_LENGTHS = 12  # in which sdpa is called for a row
 
 
 def lengths_for_cudnn(documents: set[int]) -> dict[int, int] | None:
@@ -26,6 +29,21 @@ def lengths_for_cudnn(documents: set[int]) -> dict[int, int] | None:
     padded = {length for length in documents if len(documents) > 1 and length < LONG}
     found = {length: rounded(length) if length in padded else length for length in documents}
     return found if len(set(found.values())) <= FEW_LENGTHS else None
+
+
+def few_lengths(documents: set[int], row: int) -> dict[int, int]:
+    """Returns the length in which to compute documents of each of these lengths without cuDNN, in a row of so many
+    tokens. More than twelve lengths are rounded up to a grid that depends on the row's length alone, so that other rows
+    have the same ones: u, 2 u, 4 u, 6 u, 8 u, 12 u, 16 u, ... with u about 1/512 of the row. Drawn documents so take
+    1.5 times their own work."""
+    if len(documents) <= MOST_LENGTHS:
+        return {}
+    unit = 1 << max(0, (row - 1).bit_length() - 9)
+    found = {}
+    for length in documents:
+        power = max(unit, 1 << (length - 1).bit_length())
+        found[length] = power if power <= 4 * unit or length > 3 * power // 4 else 3 * power // 4
+    return found
 
 
 def rounded(length: int) -> int:

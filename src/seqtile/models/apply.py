@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from seqtile.models.forward.attention_masks import watch_masks
 from seqtile.models.forward.loss import place_of_head
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.parts import CHECK, LAYER, MLP, PARTS, Part
+from seqtile.models.parts import ATTENTION, CHECK, LAYER, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.recognise import gated_form
 from seqtile.models.sharded import unmark_leaves
@@ -177,6 +177,11 @@ def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple
             reason = next(iter(modules.values()), "it has none that Hugging Face can checkpoint")
             raise ValueError(
                 f"layer=True: the layers of {type(model).__name__} cannot be tiled: {reason}; apply with layer=False"
+            )
+        if part is ATTENTION and (reasons := list(filter(None, modules.values()))):
+            raise ValueError(
+                f'attention="varlen": the attention of {type(model).__name__} keeps its masks: {reasons[0]}; leave '
+                "attention out"
             )
     placed = {module for module, _ in found}
     for module in CHECK.modules(model):

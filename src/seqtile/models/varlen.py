@@ -40,7 +40,9 @@ def check_varlen(model: PreTrainedModel) -> None:
     refused = {
         "it has an encoder": model.config.is_encoder_decoder,
         "its text model is not found": not isinstance(text, PreTrainedModel),
-        "it does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
+        "it does not take its attention from AttentionInterface": not getattr(
+            text, "_can_set_attn_implementation", bool
+        )(),
         "its attention is not causal": causal == {False},
         f"its attention is {attention!r}": attention.startswith("paged|")
         or not (attention == "eager" or attention in ALL_ATTENTION_FUNCTIONS),

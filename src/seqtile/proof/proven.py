@@ -8,7 +8,8 @@ see known.py in models.
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +20,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.known import HUGGING_FACE, is_of_library
-from seqtile.models.parts import LOSS, Part
+from seqtile.models.parts import ATTENTION, LOSS, Part
 from seqtile.models.placement import class_of, classes_of, homes_of
+from seqtile.proof.attention import attention_refusal
 from seqtile.proof.difference import brief
 from seqtile.proof.findings import PROVEN_ALONE, findings
 from seqtile.proof.small import config_of_all_kinds, meaning_of_config, small_model
 
 _UNPROVABLE = "it could not be proven on a small model of its class"
 PROVEN = Path(__file__).with_name("proven.json")
+PROVEN_ATTENTION = Path(__file__).with_name("proven_attention.json")
 
 
 def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
@@ -35,15 +38,17 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
     origin = _origin_of(model)
 
     def reason_of(part: Part, module: nn.Module) -> str | None:
-        if part not in PROVEN_ALONE:
+        if part not in (*PROVEN_ALONE, ATTENTION):
             return None
         if isinstance(origin, str):
             return f"{_UNPROVABLE}: {origin}"
+        if part is ATTENTION:
+            known = all(origin.is_known(home, PROVEN_ATTENTION) for home in own_homes(model))
+            return None if known else _attention_proof_of(origin.model_class, _Key(model.config))
         homes = set()
         if part is LOSS:  # the model's own forward runs unchanged; only its head runs in chunks
             homes, module = homes_of(model), model.get_output_embeddings()
-        for inner in module.modules():
-            homes |= {home for home in homes_of(inner) if home.split(".")[0] in HUGGING_FACE}
+        homes |= own_homes(module)
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))
@@ -56,6 +61,12 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
     return reason_of
 
 
+def own_homes(module: nn.Module) -> set[str]:
+    """Returns the Python modules of Hugging Face's that hold the classes and forwards of a module and those in it."""
+    homes = set().union(*map(homes_of, module.modules()))
+    return {home for home in homes if home.split(".")[0] in HUGGING_FACE}
+
+
 class _Origin(NamedTuple):
     """The model that a class builds from its config, sizes aside."""
 
@@ -63,12 +74,12 @@ class _Origin(NamedTuple):
     meaning: str
     """The hash of the config without sizes."""
 
-    def is_known(self, home: str, of_any_config: bool = False) -> bool:
-        """Returns whether a Python module is proven, or holds none of a model's own code."""
+    def is_known(self, home: str, table: Path = PROVEN, of_any_config: bool = False) -> bool:
+        """Returns whether a Python module is proven in a table, or holds none of a model's own code."""
         package, *path = home.split(".")
         if package == "torch" or is_of_library(home) or (package == "transformers" and "models" not in path):
             return True
-        meanings = _proven().get(fingerprint(home), ())
+        meanings = _proven(table).get(fingerprint(home), ())
         return self.meaning in meanings or (of_any_config and bool(meanings))
 
 
@@ -108,14 +119,30 @@ def _small_config_of(model_class: type[PreTrainedModel], key: _Key) -> PreTraine
 def _proof_of(model_class: type[PreTrainedModel], key: _Key) -> dict[tuple[str, type], str | None] | str:
     """Returns why modules must stay untiled, by part and class. If the small model cannot be built or run, returns
     why."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small models are slower on many threads
     try:
-        with _disable_current_modes(), torch.device("cpu"):  # tensors of a simulation have no values
+        with _one_thread(), _disable_current_modes(), torch.device("cpu"):  # tensors of a simulation have no values
             model = small_model(model_class, key.config)
             return {(found.part.option, found.cls): found.refusal for found in findings(model)}
     except Exception as error:  # the model's own code may raise anything
         return brief(error)
+
+
+@cache
+def _attention_proof_of(model_class: type[PreTrainedModel], key: _Key) -> str | None:
+    """Returns why attention must keep its masks; None if it computes the same without."""
+    try:
+        with _one_thread(), _disable_current_modes(), torch.device("cpu"):
+            return attention_refusal(small_model(model_class, key.config))
+    except Exception as error:  # the model's own code may raise anything
+        return f"{_UNPROVABLE}: {brief(error)}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small models are slower on many threads
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -133,10 +160,10 @@ def digest(small: PreTrainedConfig) -> str:
 
 
 @cache
-def _proven() -> dict[str, set[str]]:
+def _proven(table: Path) -> dict[str, set[str]]:
     """Returns the hashes of proven files, for all releases of transformers, each with the hashes of its configs."""
     known: dict[str, set[str]] = {}
-    for files in (json.loads(PROVEN.read_text())).values():
+    for files in json.loads(table.read_text()).values():
         for file, digests in files.items():
             known.setdefault(file, set()).update(digests.split())
     return known

@@ -20,15 +20,13 @@ from seqtile.ops.attention_limits import attention_warning
 
 logger = logging.get_logger(__name__)
 LARGE = 2**28  # bytes
-_FLASH = 'attn_implementation="flash_attention_2"'
+_VARLEN = 'apply_seqtile(model, attention="varlen") needs none'
 _WHY = {  # why there is a mask: what to do instead
-    "its attention is eager": f'{_FLASH} needs none; nor "sdpa", for rows without padding and packing',
-    "its attention has a window": f"{_FLASH} needs none; over several GPUs seqtile.sp computes it in blocks",
-    "keys are cached before the queries": f"{_FLASH} needs none",
-    "rows are padded": f"{_FLASH} needs none; nor does sdpa without an attention_mask, where rows have one length",
-    "documents are packed in a row, or spans attend both ways": (
-        f"{_FLASH} needs none for documents; over several GPUs seqtile.sp computes documents and spans in blocks"
-    ),
+    "its attention is eager": _VARLEN,
+    "its attention has a window": _VARLEN,
+    "keys are cached before the queries": 'attn_implementation="flash_attention_2" needs none',
+    "rows are padded": f"{_VARLEN}; nor does sdpa without an attention_mask, where rows have one length",
+    "documents are packed in a row, or spans attend both ways": _VARLEN,
 }
 _EAGER, _WINDOW, _CACHED, _PADDED, _PACKED = _WHY
 

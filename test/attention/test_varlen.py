@@ -1,0 +1,412 @@
+"""Attention without masks computes what Hugging Face's attention computes with them, and makes none."""
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_overlay,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+    eager_mask,
+)
+
+import seqtile
+from seqtile.attention import segments, varlen
+from seqtile.attention.sdpa_lengths import few_lengths
+from seqtile.models.model_types import model_classes
+from seqtile.models.varlen import attention_of
+from seqtile.proof.small import small_model
+from support.tiny import loss_and_gradients
+from support.type_table import config_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTH, VOCAB = 150, 64
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+BOTH = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+TYPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "gemma2": BOTH,  # soft caps
+    "gpt_oss": BOTH,  # sinks
+    "llama4_text": {"attention_chunk_size": 24, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+    "deepseek_v3": {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8,
+                    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
+}  # fmt: skip
+
+
+def built(name: str, attention: str = "eager", **changes: Any) -> nn.Module:
+    """A tiny model, without dropout; in evaluation mode it would make a cache."""
+    config = AutoConfig.for_model(name, **(SIZES | HEADS | TYPES.get(name, {}) | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+
+
+def tiled(model: nn.Module, **options: Any) -> nn.Module:
+    model = copy.deepcopy(model)
+    seqtile.apply_seqtile(model, attention="varlen", check=False, **options)
+    return model
+
+
+def positions_of(documents: int, length: int = LENGTH) -> Tensor:
+    edges = [0, *sorted((torch.randperm(length - 1)[: documents - 1] + 1).tolist()), length]
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(edges)])[None]
+
+
+def packed(documents: int, rows: int = 1) -> dict[str, Any]:
+    ids = torch.randint(1, VOCAB, (rows, LENGTH))
+    positions = torch.cat([positions_of(documents) for _ in range(rows)])
+    return {"input_ids": ids, "position_ids": positions, "labels": ids, "use_cache": False}
+
+
+def padded() -> dict[str, Any]:
+    """Three rows; the labels leave out the first token behind padding, which padding would predict."""
+    ids, mask = torch.randint(1, VOCAB, (3, LENGTH)), torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, : int(torch.randint(1, 60, ()))] = mask[1, int(torch.randint(80, LENGTH, ())) :] = 0
+    read = mask.bool() & mask.roll(1, 1).bool()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(read, -100), "use_cache": False}
+
+
+BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
+    "one document": lambda: packed(1),
+    "40 documents": lambda: packed(40),
+    "two rows": lambda: packed(5, rows=2),
+    "padded": padded,
+}
+
+
+def assert_same(model: nn.Module, other: nn.Module, batch: dict[str, Any], tolerance: float = 1e-5) -> None:
+    loss, gradients = loss_and_gradients(model, **batch)
+    found, of_other = loss_and_gradients(other, **batch)
+    torch.testing.assert_close(found, loss, rtol=tolerance, atol=tolerance)
+    largest = max(gradient.norm() for gradient in gradients.values() if gradient is not None)
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            assert (of_other[name] - gradient).norm() < tolerance * largest, name
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of blocks are much smaller than length x length."""
+    monkeypatch.setattr(segments, "MASK_ELEMENTS", 2**10)
+
+
+class Watch(TorchDispatchMode):
+    """Records tensors of length x length, the lengths in which sdpa is called, and its pairs of queries and keys."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length, self.squares, self.lengths, self.pairs = length, [], set(), 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        for x in (x for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if sum(size == self.length for size in x.shape) > 1:
+                self.squares.append(str(op))
+        if "scaled_dot_product" in str(op) and "backward" not in str(op):
+            self.lengths.add(args[0].shape[2])
+            self.pairs += args[0].shape[0] * args[0].shape[2] * args[1].shape[2]
+        return out
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", TYPES)
+def test_equals_masks(small_blocks: None, name: str, batch: str) -> None:
+    """Windows, soft caps, sinks, chunks and unequal widths of heads, and no tensor of length x length."""
+    model, inputs = built(name), BATCHES[batch]()
+    other = tiled(model, mlp=False, loss=False)
+    assert_same(model, other, inputs)
+    with Watch(LENGTH) as watch:
+        other(**inputs).loss.backward()
+    assert not watch.squares
+
+
+@pytest.mark.parametrize("batch", ["40 documents", "padded"])
+@pytest.mark.parametrize(
+    ("name", "groups"), [("llama", 2), ("llama", "auto"), ("mistral", 2), ("gemma2", None), ("gpt_oss", None)]
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_tiled_layers_under_checkpointing(name: str, groups: int | str | None, reentrant: bool, batch: str) -> None:
+    model, inputs = built(name), packed(1) if groups == "auto" else BATCHES[batch]()  # blocks keep their own outputs
+    other = tiled(model, layer=True, head_groups=groups, chunk_tokens=64)
+    other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(model, other, inputs)
+
+
+def test_offloaded_and_compressed_alike() -> None:
+    model, inputs = built("llama"), packed(7)
+    other = tiled(model, layer=True, chunk_tokens=64)
+    seqtile.offload.enable(other)
+    assert_same(model, other, inputs)
+
+
+def test_under_autocast() -> None:
+    """bfloat16: as far from float32 as the attention with masks is."""
+    model, inputs = built("llama", "sdpa"), packed(7)
+    truth, _ = loss_and_gradients(model, **inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        (loss, _), (found, _) = (loss_and_gradients(each, **inputs) for each in (model, tiled(model, loss=False)))
+    assert abs(found - truth) <= 2 * abs(loss - truth) + 1e-3
+
+
+def test_dropout_is_the_same_in_a_recomputation() -> None:
+    """Without it gradients of a checkpointed layer are those of other random numbers."""
+    model, inputs = tiled(built("llama", attention_dropout=0.4), mlp=False, loss=False), packed(7)
+
+    def gradients(checkpointed: bool) -> dict[str, Tensor]:
+        other = copy.deepcopy(model).train()
+        if checkpointed:
+            other.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        return loss_and_gradients(other, **inputs)[1]
+
+    plain, again = gradients(False), gradients(True)
+    torch.testing.assert_close(again, plain)
+    torch.manual_seed(4)
+    other = loss_and_gradients(copy.deepcopy(model).train(), **inputs)[1]
+    assert any((other[name] - plain[name]).norm() > 1e-3 * plain[name].norm() for name in plain)
+
+
+def random_heads(rows: int, length: int) -> list[Tensor]:
+    return [torch.randn(rows, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def mask_cases() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    spans = torch.full((2, 60), -1)
+    spans[0, 5:14], spans[1, 23:41] = 0, 3
+    yield "spans", create_causal_mask, {"block_sequence_ids": spans}
+    yield (
+        "spans, packed",
+        create_causal_mask,
+        {"block_sequence_ids": spans, "position_ids": positions_of(3, 60).expand(2, -1)},
+    )
+    yield "spans, window", create_sliding_window_causal_mask, {"block_sequence_ids": spans}
+    yield "a span beyond the window", create_sliding_window_causal_mask, {"block_sequence_ids": torch.zeros_like(spans)}
+    yield "chunks, packed", create_chunked_causal_mask, {"position_ids": positions_of(3, 60).expand(2, -1)}
+    left = torch.ones(2, 60, dtype=torch.long)
+    left[0, :13] = 0
+    yield "chunks, padded", create_chunked_causal_mask, {"attention_mask": left}
+    holes = left.clone()
+    holes[1, 30:40] = 0
+    yield "holes", create_causal_mask, {"attention_mask": holes}
+    yield "all padding", create_causal_mask, {"attention_mask": left * torch.tensor([[0], [1]])}
+    own = {"and_mask_function": lambda b, h, q, k: q - k != 3}
+    yield "a function of the model's own", create_causal_mask, own
+
+
+@pytest.mark.parametrize(
+    ("kind", "create", "given"), [*mask_cases()], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_masks_that_models_compose(kind: str, create: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Against the same function's mask for eager attention; queries of padding see nothing."""
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS)
+    config.sliding_window, config.attention_chunk_size = 20, 16
+    module = LlamaForCausalLM(config).model.layers[0].self_attn
+    asked = {"config": config, "inputs_embeds": torch.empty(2, 60, 32), "attention_mask": None, "past_key_values": None}
+    asked |= {"position_ids": None} | given
+    config._attn_implementation = "eager"
+    mask = create(**asked)
+    config._attn_implementation = varlen.register("eager")
+    layout = create(**asked)
+    heads = random_heads(2, 60)
+    upstream = torch.randn(2, 60, 4, 8)
+    if (padding := given.get("attention_mask")) is not None:
+        upstream *= padding[..., None, None]
+    found = []
+    for name, each in (("eager", mask), (config._attn_implementation, layout)):
+        function = AttentionInterface._global_mapping.get(name) or eager_attention
+        out = function(module, *heads, each, scaling=0.3)[0]
+        found.append([out * (upstream != 0), *torch.autograd.grad(out, heads, upstream)])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    is_read = kind not in ("holes", "a function of the model's own", "a span beyond the window")
+    assert isinstance(layout, varlen.BatchLayout) == is_read
+
+
+def eager_attention(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    return eager_attention_forward(module, *arguments, **options)
+
+
+def test_lengths_without_positions() -> None:
+    """Only cumulative lengths tell documents, as for flash attention; behind the last one is padding."""
+    model, inputs = built("llama"), packed(6)
+    edges = [*(inputs["position_ids"][0] == 0).nonzero().flatten().tolist(), LENGTH]
+    told = {name: torch.tensor(edges, dtype=torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    ids = {name: inputs[name] for name in ("input_ids", "labels", "use_cache")}
+    other = tiled(model, mlp=False, loss=False)
+    expected = model(**inputs).logits
+    rotated = {"position_ids": inputs["position_ids"]} | ids  # positions as they are, told apart by lengths alone
+    del rotated["position_ids"]
+    found = other(**rotated, **told).logits
+    assert not torch.allclose(found, other(**ids).logits)
+    last = slice(edges[-2], None)  # attention is relative: a document's logits do not depend on where it begins
+    torch.testing.assert_close(found[:, last], expected[:, last], rtol=1e-4, atol=1e-4)
+
+
+def test_work_of_packed_documents() -> None:
+    """40 equal documents: at most 1/30 of the row's square."""
+    length = 40 * 16
+    model = tiled(built("llama", "sdpa", num_hidden_layers=1), mlp=False, loss=False)
+    ids = torch.randint(1, VOCAB, (1, length))
+
+    def pairs(positions: Tensor) -> int:
+        with Watch(length) as watch:
+            model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+        return watch.pairs
+
+    whole = pairs(torch.arange(length)[None])
+    assert whole == length**2 and pairs((torch.arange(length) % 16)[None]) <= whole / 30
+
+
+def test_few_lengths_for_drawn_documents() -> None:
+    """At most 12 lengths in a row of 64 documents, the same in every row; at most 1.5 times the documents' own work."""
+    own = work = 0
+    for _ in range(200):
+        positions = positions_of(64, 2**17)[0]
+        edges = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        lengths = [stop - start for start, stop in pairwise(edges)]
+        found = few_lengths(set(lengths), len(positions))
+        assert len({found[length] for length in lengths}) <= 12 and all(found[length] >= length for length in lengths)
+        own, work = own + sum(x**2 for x in lengths), work + sum(found[x] ** 2 for x in lengths)
+    assert work <= 1.5 * own
+
+
+def test_lengths_of_calls_are_few() -> None:
+    model, inputs = tiled(built("llama", "sdpa"), mlp=False, loss=False), packed(64)
+    with Watch(LENGTH) as watch:
+        model(**inputs)
+    assert len(watch.lengths) <= 12
+
+
+def test_a_cache_goes_the_models_own_way() -> None:
+    model = built("llama", "sdpa").eval()
+    other, ids = tiled(model).eval(), torch.randint(1, VOCAB, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    for given in ({}, {"attention_mask": mask}):
+        expected = model.generate(ids, **given, max_new_tokens=8, do_sample=False)
+        assert torch.equal(other.generate(ids, **given, max_new_tokens=8, do_sample=False), expected)
+    cache, of_other = DynamicCache(), DynamicCache()
+    model(ids, past_key_values=cache), other(ids, past_key_values=of_other)
+    found, expected = other(ids, past_key_values=of_other).logits, model(ids, past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_attention_are_those_of_the_former() -> None:
+    model = built("llama").eval()
+    ids = torch.randint(1, VOCAB, (1, 30))
+    expected = model(ids, output_attentions=True).attentions
+    torch.testing.assert_close(tiled(model).eval()(ids, output_attentions=True).attentions, expected)
+
+
+def test_restore_puts_the_former_back(tmp_path: Any) -> None:
+    model = built("llama", "eager")
+    seqtile.apply_seqtile(model, attention="varlen")
+    assert seqtile.status(model).attention == "eager" and "in the place of eager" in str(seqtile.status(model))
+    model.save_pretrained(tmp_path)
+    assert "varlen" not in (tmp_path / "config.json").read_text()
+    seqtile.apply_seqtile(model, attention="varlen")  # again
+    copied = copy.deepcopy(model)
+    seqtile.restore(model)
+    assert attention_of(model) == "eager" and seqtile.status(model).attention is None
+    assert seqtile.status(copied).attention == "eager"
+    copied.set_attn_implementation("sdpa")  # chosen since: it stays
+    seqtile.restore(copied)
+    assert attention_of(copied) == "sdpa"
+
+
+def test_by_the_classes() -> None:
+    plain, inputs = built("llama", "sdpa"), packed(7)
+    seqtile.apply_seqtile_to_llama(attention="varlen", mlp=False, loss=False)
+    try:
+        model = built("llama", "sdpa")
+        model.load_state_dict(plain.state_dict())
+        expected = loss_and_gradients(plain_forward(plain), **inputs)
+        found = loss_and_gradients(model, **inputs)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert seqtile.status(model).attention == "sdpa"
+        model.set_attn_implementation("eager")  # chosen since: it stays
+        model(**inputs)
+        assert attention_of(model) == "eager"
+        model.set_attn_implementation(varlen.register("sdpa"))
+    finally:
+        seqtile.restore("llama")
+    assert attention_of(model) == "sdpa"
+
+
+def plain_forward(model: nn.Module) -> nn.Module:
+    """Restores a model of a tiled class by giving it an attention of its own name."""
+    seqtile.restore("llama")
+    found = copy.deepcopy(model)
+    seqtile.apply_seqtile_to_llama(attention="varlen", mlp=False, loss=False)
+    return found
+
+
+def test_the_first_step_compares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, right = built("llama", "sdpa"), varlen.attend
+    seqtile.apply_seqtile(model, attention="varlen")
+    model(**packed(7)).loss.backward()
+    assert "equal the untiled model's" in str(seqtile.status(model))
+    monkeypatch.setattr(varlen, "attend", lambda *given: 1.01 * right(*given))
+    other = built("llama", "sdpa")
+    seqtile.apply_seqtile(other, attention="varlen")
+    with pytest.raises(ValueError, match=r"the part is attention.*Pass attention=None"):
+        other(**packed(7))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("falcon", "it does not take its attention from AttentionInterface"),
+        ("bert", "its attention is not causal"),
+        ("deepseek_v32", "of packed rows it fails without masks"),
+    ],
+)
+def test_is_refused_by_name(name: str, why: str) -> None:
+    model = small_model(model_classes(name)[0], config_of(name))
+    before = attention_of(model)
+    with pytest.raises(ValueError, match=rf'attention="varlen".*{why}.*leave attention out'):
+        seqtile.apply_seqtile(model, attention="varlen")
+    assert attention_of(model) == before and not seqtile.status(model).mlp.tiled
+
+
+def test_an_unknown_value() -> None:
+    with pytest.raises(ValueError, match=r'attention: expected "varlen" or None, got \'flash\''):
+        seqtile.apply_seqtile(built("llama"), attention="flash")
+
+
+def test_with_shared_prefixes() -> None:
+    model = built("llama")
+    other = tiled(model)
+    seqtile.share_prefixes(other, min_tokens=10)
+    ids = torch.randint(1, VOCAB, (3, 60))
+    ids[:, :30] = ids[0, :30].clone()
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "use_cache": False}
+    assert_same(model, other, inputs)
+    assert seqtile.status(other).prefixes.saved_tokens == 60
+    assert_same(model, other, packed(5))
+    seqtile.restore(other)
+    assert attention_of(other) == "eager"
+
+
+def test_functions_are_read_by_name() -> None:
+    """Each kind of function that Hugging Face composes masks of is known."""
+    left = torch.zeros(2, dtype=torch.long)
+    for function in (chunked_overlay(4, left), blockwise_overlay(torch.zeros(2, 9)), causal_mask_function):
+        assert function.__qualname__.partition(".")[0] in varlen.recipe_of.__globals__["_CAUSAL"]
+    assert eager_mask is not None

@@ -24,7 +24,9 @@ SUBPACKAGES = {  # subpackage -> subpackages that it may import
     "kernels": set(),
     "ops": {"kernels", "limits", "protocols", "rules"},
     "modules": {"ops"},
+    "attention": {"limits", "ops", "rules", "sdpa"},
     "models": {
+        "attention",
         "arch",
         "declared",
         "limits",
@@ -39,7 +41,7 @@ SUBPACKAGES = {  # subpackage -> subpackages that it may import
     },
     "proof": {"declared", "protocols", "renamed", "ops", "models"},
     "offload": {"renamed"},
-    "sp": {"limits", "protocols", "renamed", "rules", "sdpa", "tensor_like", "ops"},
+    "sp": {"attention", "limits", "protocols", "renamed", "rules", "sdpa", "tensor_like", "ops"},
     "memory": {"arch", "renamed", "rules", "models", "proof"},
     "integrations": {"ops", "models", "offload", "fitting", "sp"},
     "fitting": {"models", "offload", "memory", "renamed", "limits"},
@@ -58,6 +60,7 @@ FOREIGN = {  # package -> subpackages that may import it; no one may import an u
     "filelock": {"offload", "recipes"},
     "deepspeed": {"probe"},
     "transformers": {
+        "attention",
         "models",
         "proof",
         "memory",

@@ -25,7 +25,17 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
 QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md", "your-case.md")]
 SCRIPTS = (".py", ".sh")
-FRAGMENTS = {"cut-batches", "evaluation", "layers", "losses", "models", "offload", "planning", "quickstart"}
+FRAGMENTS = {
+    "attention",
+    "cut-batches",
+    "evaluation",
+    "layers",
+    "losses",
+    "models",
+    "offload",
+    "planning",
+    "quickstart",
+}
 FRAGMENTS |= {"sequence-parallelism", "trainer", "troubleshooting", "your-case"}
 """Pages with blocks that readers put into their own scripts."""
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # languages that cannot be run

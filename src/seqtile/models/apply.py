@@ -26,7 +26,7 @@ from seqtile.models.placement import Options, check_place, check_unplace, place,
 from seqtile.models.recognise import gated_form
 from seqtile.models.sharded import unmark_leaves
 from seqtile.models.stand_in import take_off
-from seqtile.models.varlen import check_varlen, choose_varlen, put_back, put_back_of_type
+from seqtile.models.varlen import check_varlen, choose_varlen, put_back
 from seqtile.proof.first_step import checked_forward
 from seqtile.proof.proven import unproven
 from seqtile.proof.small import config_for, unfilled
@@ -250,8 +250,10 @@ def restore(target: nn.Module | str | None = None) -> None:
         model_classes(target)
         if (patch := _CLASSES.get(target)) is None:
             return
+        chosen = [model for cls in patch.classes if (at := placement_at(cls)) for model in at.chosen_for]
         _unplace_all(list(patch.classes))
-        put_back_of_type(target)
+        for model in chosen:
+            put_back(model)
         for cls, at in patch.classes.items():
             take_off(cls)
             if at is not None and getattr(sys.modules[at[0]], at[1]) is cls:

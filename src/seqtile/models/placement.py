@@ -14,11 +14,12 @@ import copy
 import copyreg
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, update_wrapper
 from itertools import pairwise, takewhile
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -88,6 +89,8 @@ class Placement:
     options: Options
     part: str = ""
     """The part that it tiles, as `apply_seqtile` names it; "" if it only runs the first step's check."""
+    chosen_for: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """On a class: its models whose attention was chosen in their first forward."""
 
     @property
     def original(self) -> Callable:

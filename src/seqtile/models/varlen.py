@@ -4,7 +4,6 @@ The choice stands in the configs of the text model, as `model.set_attn_implement
 never saves it.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,17 +14,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from seqtile.attention.layout import VARLEN
 from seqtile.attention.varlen import register
 from seqtile.models.find import layers_of, text_model_of
+from seqtile.models.placement import placement_at
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import SHARDED
-
-_BY_CLASS: weakref.WeakSet = weakref.WeakSet()  # models whose classes chose it for them, in their first forward
 
 
 def attention_of(model: nn.Module) -> str:
     """Returns the name of a model's attention; if the model is sharded over ranks, of that which computes heads."""
-    text = text_model_of(model)
-    sharded = vars(text).get(SHARDED)
-    return (text.config._attn_implementation or "eager") if sharded is None else sharded.implementation
+    text = _text_model_of(model)
+    if (sharded := vars(text).get(SHARDED)) is not None:
+        return sharded.implementation
+    return text.config._attn_implementation or "eager"
 
 
 def is_varlen(model: nn.Module) -> bool:
@@ -34,12 +33,11 @@ def is_varlen(model: nn.Module) -> bool:
 
 def check_varlen(model: PreTrainedModel) -> None:
     """Raises ValueError if the attention of a model cannot be computed without masks."""
-    text, name = text_model_of(model), type(model).__name__
+    text, name = _text_model_of(model), type(model).__name__
     causal = {getattr(module, "is_causal", None) for layer in layers_of(model) for module in layer.modules()} - {None}
     attention = attention_of(model)
     refused = {
         "it has an encoder": model.config.is_encoder_decoder,
-        "its text model is not found": not isinstance(text, PreTrainedModel),
         "it does not take its attention from AttentionInterface": not getattr(
             text, "_can_set_attn_implementation", bool
         )(),
@@ -65,11 +63,12 @@ def choose_varlen(model: nn.Module) -> None:
 
 def choose_varlen_by_class(model: nn.Module) -> None:
     """Chooses it for a model whose class asks for it, once: an attention that is chosen later stays."""
-    if model in _BY_CLASS:
+    chosen = placement_at(model).chosen_for
+    if model in chosen:
         return
     choose_varlen(model)
     if not is_trial():  # after which the configs are as they were
-        _BY_CLASS.add(model)
+        chosen.add(model)
 
 
 def put_back(model: nn.Module) -> None:
@@ -77,13 +76,6 @@ def put_back(model: nn.Module) -> None:
     former = attention_of(model).removeprefix(VARLEN)
     for config in _configs_of(model) if is_varlen(model) else ():
         config._attn_implementation = former
-
-
-def put_back_of_type(model_type: str) -> None:
-    """Puts the former attention back in all models of a type whose classes chose theirs."""
-    for model in [model for model in _BY_CLASS if model.config.model_type == model_type]:
-        put_back(model)
-        _BY_CLASS.discard(model)
 
 
 @contextmanager
@@ -99,9 +91,15 @@ def former_attention(model: nn.Module) -> Iterator[None]:
         choose_varlen(model)
 
 
+def _text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the part of a model that makes the masks of its layers."""
+    found = text_model_of(model)  # in ModernBERT a projection has the name of a decoder
+    return found if isinstance(found, PreTrainedModel) else model.base_model
+
+
 def _configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     """Returns the configs that the text model and its layers read their attention's name from."""
-    text = text_model_of(model)
+    text = _text_model_of(model)
     modules = [text, *(module for layer in layers_of(model) for module in layer.modules())]
     configs = [module.config for module in modules if isinstance(getattr(module, "config", None), PreTrainedConfig)]
     return list({id(config): config for config in configs}.values())

@@ -64,13 +64,15 @@ def test_operands_that_the_kernel_would_misread() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_no_copies_of_what_can_be_read() -> None:
-    """Operands as a layer makes them, or cut from one projection, reach the operator as they lie."""
+def test_what_is_saved() -> None:
+    """Operands as they lie, cut from one projection, the output, and a number for each query and head."""
     drawn = Documents.drawn(Case((4, 4)), BF16)
-    x = torch.randn(1, drawn.ends["q"][-1], 3, 4, 64, dtype=BF16)
-    with patch.object(torch_varlen._TorchVarlen, "apply", side_effect=torch_varlen._TorchVarlen.apply) as called:
-        drawn.by_kernel(*(part.transpose(1, 2) for part in x.unbind(2)))
-    assert {part.data_ptr() for part in x[0].unbind(1)} == {given.data_ptr() for given in called.call_args.args[:3]}
+    x = torch.randn(1, drawn.ends["q"][-1], 3, 4, 64, dtype=BF16, requires_grad=True)
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        out = drawn.by_kernel(*(part.transpose(1, 2) for part in x.unbind(2)))
+    assert [part.data_ptr() for part in (*x[0].unbind(1), out)] == [tensor.data_ptr() for tensor in saved[:4]]
+    assert [(tensor.numel(), tensor.dtype) for tensor in saved[4:]] == [(out.numel() // 64, FP32)]
 
 
 @pytest.mark.usefixtures("kernel")
@@ -121,6 +123,20 @@ def test_autocast_changes_nothing() -> None:
     expected = drawn.results(drawn.by_kernel)
     with torch.autocast("cpu", torch.float16):
         found = drawn.results(drawn.by_kernel)
+    assert all(found[name].equal(x) for name, x in expected.items())
+
+
+@pytest.mark.full("3 s of torch.compile")
+@pytest.mark.usefixtures("kernel")
+def test_compiled_in_one_graph() -> None:
+    drawn = Documents.drawn(GROUPED, FP32)
+    lengths = drawn.lengths  # whose longest documents are read
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return torch_varlen.torch_varlen(None, q, k, v, s_aux=sinks, sliding_window=30, **lengths)[0]
+
+    expected = drawn.results(attention)
+    found = drawn.results(torch.compile(attention, backend="aot_eager", fullgraph=True))
     assert all(found[name].equal(x) for name, x in expected.items())
 
 

@@ -9,6 +9,7 @@ chooses for the shapes that a model asks it for.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from benchmark.models import build, offloaded
 from benchmark.one_tile import Tile, tile_at_hand
 
 from seqtile import apply_seqtile
+from seqtile.attention.torch_varlen import reason_against, torch_varlen
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import (
     cross_entropy_,
@@ -153,6 +155,49 @@ def attention_chosen(tile: Tile) -> Findings:
     yield {"what": "sdpa", "case": "with a mask", "chooses": backend(q, k, k, mask)}
 
 
+def documents(tile: Tile) -> Findings:
+    """torch's kernel for documents of several lengths, without and with a window and sinks."""
+    heads, kv_heads, width = tile.shape.heads, tile.shape.kv_heads, tile.shape.head_dim
+    ends = [tile.tokens * i * i // 64 for i in range(9)]
+    for window, has_sinks in ((None, False), (tile.tokens // 16, True)):
+        name = "documents" + (", window, sinks" if has_sinks else "")
+        q, k, v = (tile.random(1, tile.tokens, n, width).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
+        if (reason := reason_against(q, v, {})) is not None:
+            yield {"what": name, "skipped": reason}
+            continue
+        given, upstream = [q, k, v], tile.random(1, tile.tokens, heads, width)
+        given += [tile.random(heads)] if has_sinks else []
+        starts = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        lengths |= {f"max_length_{of}": max(b - a for a, b in pairwise(ends)) for of in "qk"}
+        found = []
+        for dtype in (None, DTYPE, torch.float64):
+            q, k, v, *sinks = leaves = [x.to(dtype or DTYPE).detach().requires_grad_() for x in given]
+            if dtype is None:
+                out, _ = torch_varlen(None, q, k, v, s_aux=next(iter(sinks), None), sliding_window=window, **lengths)
+            else:
+                out = dense_documents(ends, window, q, k, v, *sinks)
+            found.append([out.detach(), *gradients(out, upstream, *leaves)])
+        whats = ("output", "gradient of q", "of k", "of v", "of sinks")
+        for what, ours, same, truth in zip(whats, *found, strict=False):
+            yield check_beside_torch(f"{name}, {what}", ours, same, truth)
+
+
+def dense_documents(
+    ends: list[int], window: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor
+) -> torch.Tensor:
+    """Causal attention within documents by all scores: [1, n, h, K]."""
+    found = []
+    for start, end in pairwise(ends):
+        keys, values = (x[0, :, start:end].repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (k, v))
+        away = torch.arange(end - start, device=DEVICE)[:, None] - torch.arange(end - start, device=DEVICE)
+        hidden = (away < 0) | (away >= (window or end))
+        scores = (q[0, :, start:end] @ keys.mT * q.shape[3] ** -0.5).masked_fill(hidden, -torch.inf)
+        scores = torch.cat([scores, *(each[:, None, None].expand(-1, end - start, 1) for each in sinks)], 2)
+        found.append((scores.softmax(2)[..., : end - start] @ values).transpose(0, 1))
+    return torch.cat(found)[None]
+
+
 def offload(tile: Tile) -> Findings:
     """Three layers, checkpointed with their inputs on the GPU, and once more with them in host memory."""
     model = build(tile.shape, DTYPE, layers=3, vocab=8)
@@ -179,7 +224,16 @@ def offload(tile: Tile) -> Findings:
 
 CHECKS: dict[str, Callable[[Tile], Findings]] = {
     check.__name__: check
-    for check in (attention_chosen, cross_entropy, gated_activation, norm, rotary, weight_gradient, offload)
+    for check in (
+        attention_chosen,
+        cross_entropy,
+        gated_activation,
+        norm,
+        rotary,
+        weight_gradient,
+        documents,
+        offload,
+    )
 }
 
 

@@ -15,7 +15,7 @@ import time
 from benchmark.device import unusable_gpu
 from benchmark.process import end_by_signals, run_until
 
-FOLDERS = ("kernels", "ops", "modules", "models", "proof", "sp", "offload", "memory")
+FOLDERS = ("kernels", "ops", "attention", "modules", "models", "proof", "sp", "offload", "memory")
 SECONDS = 300.0
 OF_ALONE = 75.0  # of them, for the tests by themselves
 SHORT = 120.0  # all of less than that is for these: eight processes would do little but start

@@ -51,6 +51,7 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16, trained: bool = Tr
         ("torch", "2.9.0", "sdpa", True),
         ("torch", "2.10.0+cu128", "sdpa", True),
         ("torch", "2.11.0+cu130", "sdpa", False),
+        ("torch", "2.10.0", "seqtile_torch_varlen", True),
         ("torch", "2.10.0", "flash_attention_2", False),
         ("torch", "2.10.0", "eager", False),
         ("flash-attn", "2.7.4.post1", "flash_attention_2", True),

@@ -34,6 +34,7 @@ from seqtile.attention.backends import attend  # noqa: E402
 from seqtile.attention.heads import Rows, count, rank_heads, width  # noqa: E402
 from seqtile.attention.layout import Layout  # noqa: E402
 from seqtile.attention.local import LocalAttention  # noqa: E402
+from seqtile.attention.torch_varlen import reason_against, register  # noqa: E402
 from seqtile.kernels import dispatch  # noqa: E402
 from seqtile.ops.linear import LowRank  # noqa: E402
 from seqtile.ops.weight_grads import WeightGrad  # noqa: E402
@@ -191,22 +192,41 @@ def sp(
     heads: tuple[int, int] = (16, 4),
     window: int | None = None,
     dtype: torch.dtype = BF16,
+    kernel: Callable[[], str] = lambda: "sdpa",
+    widths: tuple[int, int] = (128, 128),
+    sinks: bool = False,
 ) -> Callable[[], None]:
-    """The attention of one rank, for its heads and queries of a row of documents. `heads`: of queries, and of keys."""
+    """The attention of one rank, for its heads and queries of a row of documents. `heads`: of queries, and of keys.
+    `widths`: of queries and keys, and of values."""
 
     def run() -> None:
         length = documents[-1][1]
-        layout = Layout(length, (documents,), "sdpa")
+        layout = Layout(length, (documents,), kernel())
         layout.parents = parents
         mine = rank_heads(rank, ranks, *heads, length)
         module = SimpleNamespace(config=SimpleNamespace(), training=True)
-        attention = LocalAttention(module, layout, mine, window, {"scaling": 0.1, "dropout": 0.0})
+        options = {"scaling": 0.1, "dropout": 0.0} | ({"s_aux": cuda(width(mine.q), dtype=dtype)} if sinks else {})
+        attention = LocalAttention(module, layout, mine, window, options)
         sizes = ((count(mine.rows), width(mine.q)), (length, width(mine.kv)), (length, width(mine.kv)))
-        qkv = [cuda(1, *size, 128, dtype=dtype) for size in sizes]  # as they come from the all-to-all
+        each = zip(sizes, (widths[0], *widths), strict=True)
+        qkv = [cuda(1, *size, wide, dtype=dtype) for size, wide in each]  # as they come from the all-to-all
         out = attend(attention, *(x.transpose(1, 2) for x in qkv))
-        assert out.shape == qkv[0].shape
+        assert out.shape == (*qkv[0].shape[:3], widths[1])
         backward(out)
-        assert all(x.grad is not None for x in qkv)
+        assert all(x.grad is not None for x in (*qkv, *([options["s_aux"]] if sinks else [])))
+
+    return run
+
+
+def documents_of_torch(
+    documents: Rows, parents: tuple[int | None, ...] = (), heads: tuple[int, int] = (16, 4), **options: object
+) -> Callable[[], None]:
+    """The same by torch's kernel for documents."""
+
+    def run() -> None:
+        q, v = (cuda(1, 1, 1, wide, dtype=options.get("dtype", BF16)) for wide in options.get("widths", (128, 128)))
+        assert reason_against(q, v, {}) is None
+        sp(documents, parents, heads=heads, kernel=register, **options)()
 
     return run
 
@@ -255,6 +275,15 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "sp, 1M tokens over more ranks than heads": sp(((0, 1_000_000),), rank=1, ranks=16, heads=(8, 8)),
     "sp, a window": sp(((0, 5000), (5000, 8192)), window=1024),
+    "documents, torch's kernel": documents_of_torch(((0, 500), (500, 1300), (1300, 4400), (4400, 8192))),
+    "documents, window, sinks, float16": documents_of_torch(
+        ((0, 5000), (5000, 8192)), window=128, sinks=True, dtype=FP16
+    ),
+    "documents, padding between": documents_of_torch(((3, 5000), (6000, 8000)), window=4000),
+    "documents, latent attention": documents_of_torch(((0, 5000), (5000, 8192)), heads=(8, 8), widths=(192, 128)),
+    "documents, odd widths": documents_of_torch(((0, 5000), (5000, 8192)), widths=(60, 60)),
+    "documents, completions of a prompt": documents_of_torch(((0, 4000), (4000, 5001), (5001, 8192)), (None, 0, 0)),
+    "documents, half their queries": documents_of_torch(((0, 8192),), rank=1, ranks=4, heads=(2, 2)),
 }
 
 

@@ -104,6 +104,24 @@ def copies(kernel: str, call: Call) -> list[str]:
     return found
 
 
+def faults_of_lengths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+) -> list[str]:  # fmt: skip
+    """Returns why torch's FlashAttention would refuse documents [tokens, heads, width] with cumulative lengths, or what
+    it would read at an address that it cannot read (mha_varlen_fwd in flash_api.cpp)."""
+    if any(operand.dim() != 3 for operand in (query, key, value)):
+        return ["operands of documents are not 3-dimensional"]
+    call = Call(*(operand.transpose(0, 1)[None] for operand in (query, key, value)), gqa=True)
+    found = [why for why in refusals("flash", call) if why != "it is switched off"] or copies("flash", call)
+    for name, lengths, most in zip(("queries", "keys"), starts, longest, strict=True):
+        if lengths.dtype != torch.int32 or lengths.device != query.device or not lengths.is_contiguous():
+            found.append(f"cumulative lengths of {name}: {lengths.dtype} on {lengths.device}")
+        if lengths.shape != starts[0].shape or lengths.dim() != 1 or len(lengths) < 2 or most < 1:
+            found.append(f"cumulative lengths {list(lengths.shape)} of {name}, of at most {most}")
+    return found
+
+
 def mask_copies(call: Call) -> list[str]:
     """Returns the large copies that torch makes of a mask for any kernel."""
     mask = call.mask

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import torch
-from dev.check_cuda.attention import HALF, ORDER, Call, copies, lies_alike, mask_copies, refusals
+from dev.check_cuda.attention import HALF, ORDER, Call, copies, faults_of_lengths, lies_alike, mask_copies, refusals
 from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -57,6 +57,8 @@ class CudaRules(TorchDispatchMode):
             self._check_attention(name, *args)
         elif name in AND_BACKWARD:
             self._check_backward(name, *args)
+        elif name in ("_flash_attention_forward", "_flash_attention_backward"):
+            self._check_documents(name.rpartition("_")[2], *args)
         if name == "_efficient_attention_backward":  # nor can it simulate this
             return (*(torch.empty_like(operand) for operand in args[1:4]), args[1].new_empty(()))
         result = func(*args, **kwargs)
@@ -130,6 +132,22 @@ class CudaRules(TorchDispatchMode):
         self.broken.update(f"{kernel} attention: {fault}" for fault in faults)
         if kernel == "cudnn":
             self._plans.add((query.shape, key.shape, value.shape))
+
+    def _check_documents(self, which: str, *args: object) -> None:
+        """`which`: forward or backward. The latter copies the output and its gradient unless they are contiguous."""
+        if which == "backward":
+            (d_out, query, key, value, out), starts, most = args[:5], args[6:8], args[8:10]
+            ours = [d_out, out]
+        else:
+            (query, key, value), starts, most, ours = args[:3], args[3:5], args[5:7], []
+            self.served["flash of documents"] += 1
+        faults = faults_of_lengths(query, key, value, starts, most)
+        for x in ours:
+            if x.shape != query.shape or x.dtype != query.dtype:
+                faults.append(f"output or gradient {list(x.shape)} of {x.dtype}")
+            elif not x.is_contiguous():
+                faults.append(f"output or gradient {list(x.shape)} with strides {x.stride()} is copied")
+        self.broken.update(f"flash attention of documents, {which}: {fault}" for fault in faults)
 
     def _check_backward(self, name: str, d_out: torch.Tensor, *args: object) -> None:
         out = args[4 if "efficient" in name else 3]

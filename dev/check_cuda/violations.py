@@ -60,6 +60,20 @@ def violations(device: str) -> dict[str, Violation]:
         k = q if k is None else k
         return lambda _: aten._scaled_dot_product_cudnn_attention(q, k, k, mask, False)
 
+    def of_documents(
+        q: torch.Tensor, k: torch.Tensor | None = None, starts: torch.Tensor | None = None, most: int = 16
+    ) -> Violation:
+        """Attention of documents whose queries and keys [n, h, K] are those of a layer."""
+        k, ends = q if k is None else k, new(3, dtype=torch.int32)
+        starts = ends if starts is None else starts
+        return lambda _: aten._flash_attention_forward(q, k, k, ends, starts, 16, most, 0.0, True, False)
+
+    def backward_of_documents(d_out: torch.Tensor) -> Violation:
+        q, lse, seed = new(16, 8, 64), new(8, 16, dtype=FP32), new(2, dtype=torch.int64)
+        ends = (new(3, dtype=torch.int32),) * 2
+        call = q, q, q, q, lse, *ends, 16, 16, 0.0, True, seed, seed
+        return lambda _: aten._flash_attention_backward(d_out, *call)
+
     def attend(q: torch.Tensor, k: torch.Tensor | None = None, **options: object) -> Violation:
         k = q if k is None else k
         return lambda rules: rules.attend(q, k, k, **options)
@@ -107,6 +121,19 @@ def violations(device: str) -> dict[str, Violation]:
         "flash attention: no queries": flash(rows(1, 8, 0, 64), usual),
         "flash attention: query": flash(rows(1, 8, 16, 64, gap=1), usual),
         "flash attention: a gradient": heads_first,
+        "documents, forward: dtypes": of_documents(new(16, 8, 64, dtype=FP32)),
+        "documents, forward: head widths [264]": of_documents(new(16, 8, 264)),
+        "documents, forward: head widths [32, 64]": of_documents(new(16, 8, 64), new(16, 8, 32)),
+        "documents, forward: queries, keys and values of head width 60": of_documents(new(16, 8, 64)[..., :60]),
+        "documents, forward: the last stride": of_documents(new(16, 64, 8).transpose(1, 2)),
+        "documents, forward: 3 and 3 heads": of_documents(new(16, 8, 64), new(16, 3, 64)),
+        "documents, forward: query": of_documents(new(16, 8, 65)[..., 1:], new(16, 8, 64)),
+        "lengths of keys: torch.int64": of_documents(new(16, 8, 64), starts=new(3, dtype=torch.int64)),
+        "lengths [4] of keys": of_documents(new(16, 8, 64), starts=new(4, dtype=torch.int32)),
+        "lengths [3] of keys, of at most 0": of_documents(new(16, 8, 64), most=0),
+        "documents, backward: output or gradient [16, 8, 64] with strides": backward_of_documents(
+            new(8, 16, 64).transpose(0, 1)
+        ),
         "efficient attention: head widths [60]": efficient(rows(1, 8, 16, 60, gap=4)),
         "efficient attention: 2 and 2 heads": efficient(usual, rows(1, 2, 16, 64)),
         "efficient attention: key": efficient(usual, rows(1, 8, 16, 65, gap=7)[..., 1:], usual),

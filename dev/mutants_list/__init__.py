@@ -1,6 +1,7 @@
 """The list of mutants, by package of seqtile."""
 
 from mutants_list import (
+    attention,
     kernels,
     memory,
     models,
@@ -18,6 +19,7 @@ from mutants_list import (
 from mutants_list.mutant import Mutant
 
 MODULES = (
+    attention,
     kernels,
     ops,
     ops_layer,

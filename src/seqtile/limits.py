@@ -21,8 +21,10 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    # FlashAttention-2's backward numbers the elements of its sum of dQ, [S, h, K] in float32, by int32.
+    # FlashAttention-2's backward numbers the elements of its sum of dQ, [S, h, K] in float32, by int32, those of each
+    # document by themselves, but for 128 tokens for each document before.
     ("flash", "sdpa"): Limit("torch", (0, 0), (2, 11)),
+    ("flash", "seqtile_torch_varlen"): Limit("torch", (0, 0), (2, 11)),
     ("flash", "flash_attention_2"): Limit("flash-attn", (0, 0), (2, 8)),
     # The forward of torch's efficient attention numbers the elements of a mask [S, S] by uint32.
     ("efficient", "sdpa"): Limit("torch", (0, 0), (2, 13)),

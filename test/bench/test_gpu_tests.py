@@ -35,7 +35,8 @@ def test_what_a_gpu_runs() -> None:
     files = Counter(name.partition("::")[0].removeprefix("test/") for name in side_by_side)
     assert 900 < len(side_by_side) < 1400 and 11 <= len(alone) < 60
     assert files["kernels/test_cross_entropy.py"] > 180 and "kernels/test_compiled.py" not in files
-    for file in ("ops/test_gated_mlp.py", "modules/test_loss.py", "models/test_gradients.py", "sp/test_on_gpu.py"):
+    several = ("ops/test_gated_mlp.py", "modules/test_loss.py", "models/test_gradients.py")
+    for file in (*several, "attention/test_on_gpu.py", "sp/test_on_gpu.py"):
         assert files[file] > 2, file
     assert not {"offload/test_on_gpu.py", "memory/test_on_gpu.py", "ops/test_at_size.py"} & files.keys()
     assert not set(side_by_side) & set(alone)

@@ -64,12 +64,16 @@ def _packed_calls(attention: LocalAttention, batch: int, device: torch.device) -
         of_segments = list(zip(*call, strict=True))
         for name, parts in zip("qk", of_segments, strict=True):
             sizes = [0, *map(count, parts)]
-            lengths[f"cu_seq_lens_{name}"] = torch.tensor(sizes).cumsum(0, dtype=torch.int32).to(device)
+            ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+            lengths[f"cu_seq_lens_{name}"] = ends.to(device, non_blocking=True)
             lengths[f"max_length_{name}"] = max(sizes)
         yield PackedCall(*(tuple(chain(*parts)) for parts in of_segments), lengths)
 
 
 def _index(parts: Iterable[Rows], tokens: int, device: torch.device) -> Tensor | None:
     """Returns the indices of these parts of flattened tokens; None if they are all tokens, in order."""
-    found = torch.cat([torch.arange(*part) for part in chain(*parts)])
-    return None if found.equal(torch.arange(tokens)) else found.to(device)
+    pieces = list(chain(*parts))
+    ends = [0, *(stop for _, stop in pieces)]
+    if [start for start, _ in pieces] == ends[:-1] and ends[-1] == tokens:
+        return None
+    return torch.cat([torch.arange(*piece) for piece in pieces]).to(device, non_blocking=True)

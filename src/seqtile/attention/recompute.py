@@ -30,7 +30,7 @@ def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
     if keys is None:
         return x
     if isinstance(keys, Tensor):
-        return x.index_select(2, keys)
+        return x.transpose(1, 2).index_select(1, keys).transpose(1, 2)  # tokens first, as layers make them
     parts = [x[:, :, start:stop] for start, stop in keys]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 

@@ -22,7 +22,12 @@ from transformers.masking_utils import (
 )
 
 import seqtile
-from seqtile.attention import segments, varlen
+from attention.cpu_kernel import kernel_on_cpu
+from seqtile.attention import segments, torch_varlen, varlen
+from seqtile.attention.backends import kernel_of
+from seqtile.attention.heads import rank_heads
+from seqtile.attention.layout import Layout
+from seqtile.attention.local import LocalAttention
 from seqtile.attention.sdpa_lengths import few_lengths
 from seqtile.models.model_types import model_classes
 from seqtile.models.varlen import attention_of
@@ -130,6 +135,34 @@ def test_equals_masks(small_blocks: None, name: str, batch: str) -> None:
     with Watch(LENGTH) as watch:
         other(**inputs).loss.backward()
     assert not watch.squares
+
+
+@pytest.mark.parametrize("batch", ["40 documents", "two rows", "padded"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "deepseek_v3"])
+def test_by_torchs_kernel(name: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a layer and group of heads, also with sinks and unequal widths of heads."""
+    model, inputs = built(name), BATCHES[batch]()
+    groups = None if name in ("gpt_oss", "deepseek_v3") else 2 if batch == "padded" else "auto"
+    other, calls = tiled(model, layer=True, head_groups=groups, chunk_tokens=64), []
+    kernel = torch_varlen.torch_varlen
+    monkeypatch.setattr(
+        torch_varlen, "torch_varlen", lambda *args, **own: (calls.append(args), kernel(*args, **own))[1]
+    )
+    with kernel_on_cpu():
+        assert_same(model, other, inputs)
+    again = 2 if groups == 2 else 1  # copies of what is not padding are made again, not kept
+    assert len(calls) == model.config.num_hidden_layers * (2 if groups else 1) * again
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"softcap": 5.0}])
+def test_blocks_where_the_kernel_lacks_something(options: dict[str, float]) -> None:
+    heads = rank_heads(0, 1, 4, 2, 60)
+    layout = Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
+    q, _, v = random_heads(1, 60)
+    with kernel_on_cpu():
+        assert kernel_of(LocalAttention(nn.Module(), layout, heads, None, {}), q, v) == torch_varlen.NAME
+        kernel = kernel_of(LocalAttention(nn.Module(), layout, heads, None, options), q, v)
+    assert kernel == ("eager" if "softcap" in options else "sdpa")
 
 
 @pytest.mark.parametrize("batch", ["40 documents", "padded"])

@@ -83,7 +83,7 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
         return blocks
     if name != "sdpa" and (flash := _flash_of(name.removeprefix(VARLEN), options, q, v)) is not None:
         return flash
-    return torch_varlen.NAME if torch_varlen.reason_against(q, v, options) is None else blocks
+    return torch_varlen.register() if torch_varlen.reason_against(q, v, options) is None else blocks
 
 
 def _flash_of(former: str, options: dict[str, Any], q: Tensor, v: Tensor) -> str | None:
@@ -127,8 +127,6 @@ FORMS = {
 
 
 def _form_of(implementation: str) -> Callable[..., Tensor] | None:
-    if implementation == torch_varlen.NAME:
-        return by_lengths
     return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 

@@ -126,7 +126,7 @@ def finetune(
       --steps              steps in total (default: --num-train-epochs, one; 4 on the default data)
       --learning-rate      the largest rate (1e-5; 2e-4 for adapters); it rises, then falls by --lr-scheduler-type
       --gradient-accumulation-steps    batches of a step (1)
-      --packing            put short rows into one sequence; without FlashAttention its mask is length x length
+      --packing            put short rows into one sequence; attention computes them without a mask
       --assistant-only-loss            of chats train the assistant's tokens only
       --test-split-size    with --eval-strategy: the share of the rows to evaluate on
       --seed               of drawn weights, dropout and the order of the data (42)

@@ -55,6 +55,12 @@ class ShardedSequences(Protocol):
     takes_whole: bool
     """True if the model gets the same whole batch on every rank, False if it gets each rank's part."""
 
+    implementation: str
+    """The name of the attention that computes a rank's heads: the model's own, or one chosen since."""
+
+    def choose(self, implementation: str) -> None:
+        """Sets that attention, between two forwards."""
+
     def other_batch(self, before: Callable[[], None]) -> AbstractContextManager[None]:
         """Returns a context in which forwards may take another batch than the running forward, and which calls `before`
         before each collective of theirs and of their backwards."""

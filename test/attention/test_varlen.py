@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 import seqtile
 from attention.cpu_kernel import kernel_on_cpu
 from seqtile.attention import segments, torch_varlen, varlen
-from seqtile.attention.backends import kernel_of
+from seqtile.attention.backends import attend, kernel_of
 from seqtile.attention.heads import rank_heads
 from seqtile.attention.layout import Layout
 from seqtile.attention.local import LocalAttention
@@ -404,7 +404,7 @@ def test_the_first_step_compares_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "why"),
     [
         ("falcon", "it does not take its attention from AttentionInterface"),
-        ("bert", "its attention is not causal"),
+        ("bert", "it is not causal"),
         ("deepseek_v32", "of packed rows it fails without masks"),
     ],
 )
@@ -443,3 +443,43 @@ def test_functions_are_read_by_name() -> None:
     for function in (chunked_overlay(4, left), blockwise_overlay(torch.zeros(2, 9)), causal_mask_function):
         assert function.__qualname__.partition(".")[0] in varlen.recipe_of.__globals__["_CAUSAL"]
     assert eager_mask is not None
+
+
+def test_over_one_rank_and_chosen_while_sharded() -> None:
+    """A sharded model keeps the attention over ranks, which computes heads by the one that is chosen."""
+    model = built("llama", "sdpa")
+    seqtile.share_prefixes(model, min_tokens=10)
+    seqtile.apply_seqtile(model, attention="varlen")
+    assert attention_of(model) == varlen.register("sdpa") and "seqtile_ulysses" in model.config._attn_implementation
+    plain = built("llama", "sdpa")
+    plain.load_state_dict(model.state_dict())
+    assert_same(plain, model, packed(5))
+    assert "equal the untiled model's" in str(seqtile.status(model))
+    seqtile.restore(model)
+    assert attention_of(model) == "sdpa" == model.config._attn_implementation
+
+
+def test_documents_in_the_place_of_sdpa_over_ranks() -> None:
+    """Where torch's kernel can, it computes all documents in one call; rows that are one document go to sdpa."""
+    heads, documents = rank_heads(0, 1, 4, 2, 60), (((0, 7), (7, 21), (21, 60)),)
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS)
+    module = LlamaForCausalLM(config).model.layers[0].self_attn
+    q, k, v = random_heads(1, 60)
+    expected = attend(LocalAttention(module, Layout(60, documents, "sdpa"), heads, None, {}), q, k, v)
+    attention = LocalAttention(module, Layout(60, documents, "sdpa"), heads, None, {})
+    with kernel_on_cpu(), Watch(60) as watch:
+        found = attend(attention, q, k, v)
+        whole = kernel_of(attention._replace(layout=Layout(60, (((0, 60),),), "sdpa")), q, v)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not watch.lengths and whole == "sdpa"
+
+
+@pytest.mark.full("10 s")
+def test_compiled() -> None:
+    """The graph breaks at the mask and at each call of attention, nowhere else."""
+    model, inputs = built("llama", "sdpa"), packed(5)
+    other = tiled(model, mlp=False, loss=False)
+    found = torch._dynamo.explain(other)(**inputs)
+    assert {reason.user_stack[-1].name for reason in found.break_reasons} <= {"create_causal_mask", "__call__"}
+    compiled = torch.compile(other, backend="eager")
+    torch.testing.assert_close(compiled(**inputs).loss, model(**inputs).loss)

@@ -26,7 +26,7 @@ from seqtile.models.placement import Options, check_place, check_unplace, place,
 from seqtile.models.recognise import gated_form
 from seqtile.models.sharded import unmark_leaves
 from seqtile.models.stand_in import take_off
-from seqtile.models.varlen import check_varlen, choose_varlen, put_back
+from seqtile.models.varlen import choose_varlen, kind_refusal, put_back
 from seqtile.proof.first_step import checked_forward
 from seqtile.proof.proven import unproven
 from seqtile.proof.small import config_for, unfilled
@@ -137,8 +137,7 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
         return
     if options.loss:
         place_of_head(model)
-    if options.attention:
-        check_varlen(model)
+    check_attention(model, options, proof)
     asked, (found, refused) = options.parts, _found(model, options, proof)
     for module, part in found:
         part.check(module, options)
@@ -152,6 +151,14 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
         place(module, partial(_forward_in_place_of, part, options), options, classes, part.option)
     setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | asked)
     setattr(model, _REFUSED, refused)
+
+
+def check_attention(model: nn.Module, options: Options, proof: Proof = unproven) -> None:
+    """Raises ValueError if a model's attention cannot be what the options ask for."""
+    reason = (kind_refusal(model) or proof(model)(ATTENTION, model)) if options.attention else None
+    if reason is not None:
+        name = type(model).__name__
+        raise ValueError(f'attention="varlen": the attention of {name} needs masks: {reason}; leave attention out')
 
 
 def _forward_in_place_of(part: Part, options: Options, original: Callable) -> Callable:
@@ -178,11 +185,6 @@ def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple
             raise ValueError(
                 f"layer=True: the layers of {type(model).__name__} cannot be tiled: {reason}; apply with layer=False"
             )
-        if part is ATTENTION and (reasons := list(filter(None, modules.values()))):
-            raise ValueError(
-                f'attention="varlen": the attention of {type(model).__name__} keeps its masks: {reasons[0]}; leave '
-                "attention out"
-            )
     placed = {module for module, _ in found}
     for module in CHECK.modules(model):
         there = placement_at(module)
@@ -202,8 +204,7 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
         model = unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]()))
-        if options.attention:
-            check_varlen(model)
+        check_attention(model, options, unproven)
         for module, part in _found(model, options, unproven)[0]:
             if part is LAYER:  # the number of kv heads is that of a model to come, which 1 divides
                 part.check(module, replace(options, head_groups=options.head_groups and 1))

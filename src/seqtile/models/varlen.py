@@ -16,6 +16,7 @@ from seqtile.attention.varlen import register
 from seqtile.models.find import layers_of, text_model_of
 from seqtile.models.placement import placement_at
 from seqtile.ops.chunks import is_trial
+from seqtile.ops.state import exchanged
 from seqtile.protocols import SHARDED
 
 
@@ -31,34 +32,26 @@ def is_varlen(model: nn.Module) -> bool:
     return attention_of(model).startswith(VARLEN)
 
 
-def check_varlen(model: PreTrainedModel) -> None:
-    """Raises ValueError if the attention of a model cannot be computed without masks."""
-    text, name = _text_model_of(model), type(model).__name__
+def kind_refusal(model: PreTrainedModel) -> str | None:
+    """Says why the attention of a model, by its kind, cannot be computed without masks."""
+    text, attention = _text_model_of(model), attention_of(model)
     causal = {getattr(module, "is_causal", None) for layer in layers_of(model) for module in layer.modules()} - {None}
-    attention = attention_of(model)
-    refused = {
-        "it has an encoder": model.config.is_encoder_decoder,
-        "it does not take its attention from AttentionInterface": not getattr(
-            text, "_can_set_attn_implementation", bool
-        )(),
-        "its attention is not causal": causal == {False},
-        f"its attention is {attention!r}": attention.startswith("paged|")
-        or not (attention == "eager" or attention in ALL_ATTENTION_FUNCTIONS),
-    }
-    if reasons := [reason for reason, is_so in refused.items() if is_so]:
-        raise ValueError(
-            f'attention="varlen": expected causal attention of Hugging Face\'s, but of {name} {reasons[0]}; leave '
-            "attention out"
-        )
+    is_known = attention == "eager" or attention in ALL_ATTENTION_FUNCTIONS
+    for reason, is_so in (
+        ("it has an encoder", model.config.is_encoder_decoder),
+        ("it does not take its attention from AttentionInterface", not text._can_set_attn_implementation()),
+        ("it is not causal", causal == {False}),
+        (f"it is {attention!r}", attention.startswith("paged|") or not is_known),
+    ):
+        if is_so:
+            return reason
+    return None
 
 
 def choose_varlen(model: nn.Module) -> None:
     """Chooses the attention without masks in a model, unless it has it."""
-    if is_varlen(model):
-        return
-    name = register(attention_of(model))
-    for config in _configs_of(model):
-        config._attn_implementation = name
+    if not is_varlen(model):
+        _set(model, register(attention_of(model)))
 
 
 def choose_varlen_by_class(model: nn.Module) -> None:
@@ -73,9 +66,8 @@ def choose_varlen_by_class(model: nn.Module) -> None:
 
 def put_back(model: nn.Module) -> None:
     """Puts the attention back in whose place `choose_varlen` put its own. One that was chosen since stays."""
-    former = attention_of(model).removeprefix(VARLEN)
-    for config in _configs_of(model) if is_varlen(model) else ():
-        config._attn_implementation = former
+    if is_varlen(model):
+        _set(model, attention_of(model).removeprefix(VARLEN))
 
 
 @contextmanager
@@ -84,17 +76,25 @@ def former_attention(model: nn.Module) -> Iterator[None]:
     if not is_varlen(model):
         yield
         return
-    put_back(model)
-    try:
+    former, sharded = attention_of(model).removeprefix(VARLEN), vars(_text_model_of(model)).get(SHARDED)
+    owners = [vars(config) for config in _configs_of(model)] if sharded is None else [vars(sharded)]
+    name = "_attn_implementation_internal" if sharded is None else "implementation"
+    with exchanged([(own, name, former) for own in owners]):
         yield
-    finally:
-        choose_varlen(model)
 
 
 def _text_model_of(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the part of a model that makes the masks of its layers."""
     found = text_model_of(model)  # in ModernBERT a projection has the name of a decoder
     return found if isinstance(found, PreTrainedModel) else model.base_model
+
+
+def _set(model: nn.Module, attention: str) -> None:
+    if (sharded := vars(_text_model_of(model)).get(SHARDED)) is not None:
+        sharded.choose(attention)
+        return
+    for config in _configs_of(model):
+        config._attn_implementation = attention
 
 
 def _configs_of(model: nn.Module) -> list[PreTrainedConfig]:

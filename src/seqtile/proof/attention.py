@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from seqtile.models.varlen import check_varlen, choose_varlen
+from seqtile.models.varlen import choose_varlen, kind_refusal
 from seqtile.proof.difference import brief, difference
 from seqtile.proof.findings import EPS, Inputs, gradients_of
 from seqtile.proof.small import WORDS
@@ -27,12 +27,10 @@ def attention_refusal(model: PreTrainedModel) -> str | None:
     does."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
+    if (reason := kind_refusal(model)) is not None:
+        return reason
     without = copy.deepcopy(model)
-    try:
-        check_varlen(without)
-        choose_varlen(without)
-    except ValueError as error:
-        return str(error)
+    choose_varlen(without)
     compared = False
     for kind, inputs in packed_and_padded():
         plain = partial(gradients_of, copy.deepcopy(model), inputs)

@@ -31,6 +31,8 @@ from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.memory.setup import GIB
+from seqtile.models.apply import check_attention, unwrapped
+from seqtile.models.placement import Options
 from seqtile.recipes import check_output
 from seqtile.recipes.dataset import counted, dataset_of
 from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory
@@ -201,9 +203,23 @@ def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
             apply_seqtile_to_trl()
         except ValueError:  # which names functions of TRL's
             monitor.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
-        own = asked.own
-        trainer.add_callback(SeqtileCallback(layer=own.layer, head_groups=own.groups, offload=own.offload))
+        own, attention = asked.own, attention_of_rows(asked, trainer)
+        options = {"layer": own.layer, "head_groups": own.groups, "attention": attention}
+        trainer.add_callback(SeqtileCallback(offload=own.offload, **options))
     trainer.add_callback(monitor)
+
+
+def attention_of_rows(asked: FinetuneOptions, trainer: Tuner) -> str | None:
+    """Returns the attention without masks for rows that are packed or padded, where the model can have it."""
+    training, options = asked.training, Options(attention="varlen")
+    if not (training.packing or training.padding_free or training.per_device_train_batch_size > 1):
+        return None
+    try:
+        check_attention(unwrapped(trainer.model), options)
+    except ValueError as error:
+        trainer.monitor.say(f"note: {error}")
+        return None
+    return options.attention
 
 
 def last_checkpoint(asked: FinetuneOptions) -> str | None:

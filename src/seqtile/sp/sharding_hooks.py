@@ -93,7 +93,7 @@ class ShardingHooks:
         """The replaced functions of layers."""
         self.batches = kind(self)
         self._add_hooks()
-        self._choose(self.forward.attention)
+        self.choose(self.forward.attention)
 
     def _add_hooks(self) -> None:
         model, base, unless_bypassed = self.model, self.model.base_model, self._unless_bypassed
@@ -137,8 +137,8 @@ class ShardingHooks:
         """True in a single process, which shares prefixes of rows."""
         return self.sp_group is ALONE
 
-    def _choose(self, implementation: str) -> None:
-        """Sets the attention that computes a rank's heads: the model's own, or one chosen since."""
+    def choose(self, implementation: str) -> None:
+        """See `seqtile.protocols.ShardedSequences`."""
         self.implementation = implementation
         self.at_rest = f"{NAME}_or_{implementation}" if self.is_alone else NAME
         """The name of the model's attention between two forwards. In a single process it uses `NAME` for calls with a
@@ -152,7 +152,7 @@ class ShardingHooks:
     def take_chosen_attention(self) -> None:
         """Takes the attention that `set_attn_implementation` chose since the last forward."""
         if (chosen := self.model.config._attn_implementation) != self.forward.attention:
-            self._choose(chosen)
+            self.choose(chosen)
 
     def bypass(self) -> None:
         """Makes the model run this forward as it is."""

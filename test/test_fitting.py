@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import seqtile
-from seqtile import memory
+from seqtile import fitting, memory
 from seqtile.fitting import Fit, choose, formula_of
 from seqtile.memory.setup import GIB
 from seqtile.memory.simulate import Simulation
@@ -50,6 +50,30 @@ def test_the_cheapest_that_fits(seq_len: int, features: int) -> None:
     assert f"{first.gpu_bytes / 2**30:.1f} of 24.0 GiB, fits" in str(found)
 
 
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_attention_without_masks(is_applied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first feature for packed rows of a model that Hugging Face loads with sdpa, beside the loss and the MLPs; not
+    offered until it can be applied."""
+    applied: list[dict] = []
+    monkeypatch.setattr(fitting, "HAS_VARLEN", is_applied)
+    monkeypatch.setattr(fitting, "apply_seqtile", lambda model, **options: applied.append(options))
+    monkeypatch.setattr(fitting, "enable_offload", lambda *given, **options: None)
+    model, given = on_meta(LLAMA_8B), ON_24 | {"margin": 0, "rows": "packed"}
+    if not is_applied:
+        with pytest.raises(ValueError, match=r"seq_len: expected at most 3.* tokens, got 40,000"):
+            seqtile.fit(model, seq_len=40_000, **given)
+        return
+    found = seqtile.fit(model, seq_len=40_000, **given)
+    assert applied == [{"layer": True, "head_groups": None, "attention": "varlen"}]
+    assert on(found) == (
+        *("attention without masks", "loss and MLPs in chunks"),
+        *("layers in chunks", "layer inputs in host memory"),
+    )
+    assert on(seqtile.fit(model, seq_len=100, **given))[:2] == on(found)[:2], "the loss and the MLPs are always on"
+    plain = seqtile.fit(model, seq_len=100, **given | {"rows": "plain"})
+    assert plain.setup.attention == "sdpa" and "off  attention without masks: sdpa makes none here" in str(plain)
+
+
 def test_too_long_tells_the_longest() -> None:
     most = memory.longest(LLAMA_8B, **ON_24, tiles=memory.TILES, offload="activations", head_groups="auto")
     found = cheapest(most.tokens, **ON_24)
@@ -65,7 +89,8 @@ def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:
     model, given = on_meta(LLAMA_8B), {"seq_len": 400_000, "gpu_memory_gib": 160, "host_memory_gib": 1900}
     found = seqtile.fit(model, **given | {"gpu_memory_gib": 200}, dry_run=True)
     assert capsys.readouterr().out == f"{found}\n" and found.offload
-    assert found.plan == memory.plan(LLAMA_8B, **given, tiles=memory.TILES, offload="activations")
+    told = {"attention": "sdpa", "tiles": memory.TILES, "offload": "activations"}  # as Hugging Face loads the model
+    assert found.plan == memory.plan(LLAMA_8B, **given, **told)
     assert not is_checkpointed(model) and seqtile.status(model).mlp.tiled == 0
 
 

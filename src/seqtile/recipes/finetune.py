@@ -31,6 +31,7 @@ from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.memory.setup import GIB
+from seqtile.models.apply import apply_seqtile, unwrapped
 from seqtile.recipes import check_output
 from seqtile.recipes.dataset import counted, dataset_of
 from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory
@@ -180,13 +181,16 @@ def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
         at_hand = memory["host_memory_gib"] + loaded if cpu else gpu_memory_at_hand()
         memory["gpu_memory_gib"] = room(at_hand, asked.own.margin)
         setup, formula = planned_setup(asked, trainer, memory), formula_of(trainer.model.config)
+        shape = (length * rows, 1) if setup.rows == "packed" else (length, rows)  # TRL makes one row of a batch
         if asked.own.fit:
-            fit = choose(formula, setup, length, rows, host=not cpu)
+            fit = choose(formula, setup, *shape, host=not cpu)
             monitor.say(str(fit))
+            if fit.setup.attention == "varlen":
+                apply_seqtile(unwrapped(trainer.model), loss=False, mlp=False, attention="varlen")
             setup, groups = fit.setup, fit.options["head_groups"]
             chosen = {"layer": fit.options["layer"], "head_groups": groups and str(groups), "offload": fit.offload}
             asked.own = replace(asked.own, fit=False, **chosen)
-        plan = formula.predict(setup, length, rows)
+        plan = formula.predict(setup, *shape)
         if not asked.own.untiled:  # whose loss is TRL's, not Hugging Face's
             monitor.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # CUDA's own
     except ValueError:  # there is no formula for its memory

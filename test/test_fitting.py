@@ -162,6 +162,8 @@ def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch
     assert len(on(found)) == tiled and found.options == {"layer": tiled == 2, "head_groups": None}
     held = sum(weight.numel() for weight in model.parameters()) * 12 / 2**30
     assert found.gpu_gib == pytest.approx(1 + held + (1, 0.5)[tiled - 1], abs=1e-4)
+    with pytest.raises(ValueError, match="attention: expected flash or varlen, got eager for plain rows, whose masks"):
+        seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, attention="eager")
     with pytest.raises(ValueError, match="it is simulated only for one GPU, without LoRA"):
         seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, lora_rank=4)
 

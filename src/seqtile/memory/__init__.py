@@ -69,7 +69,8 @@ def simulation_refusal(setup: Setup) -> str | None:
     if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens or setup.accumulate:
         return "it is simulated only for one GPU, without LoRA, autocast, offload, accumulation and shared tokens"
     if setup.attention == "eager" or (setup.attention == "sdpa" and setup.rows != "plain"):
-        return f"{setup.attention} attention of {setup.rows} rows is not simulated, only flash and varlen"
+        got = f"{setup.attention} for {setup.rows} rows, whose masks and scores are not simulated"
+        return f"attention: expected flash or varlen, got {got}"
     return None
 
 

@@ -2,8 +2,9 @@
 
 `test/memory/test_against_simulation.py` compares the counts with every allocation of simulated steps, to 5 %. The sums
 follow the code of Hugging Face, `seqtile.ops` and `seqtile.sp`. FlashAttention-2's workspace is added: dq in float32,
-and dk and dv for every query head if heads share keys. `step` counts tensors outside of the layer. All numbers are
-bytes of one GPU, for its tokens. Every layer is checkpointed and keeps only its input between forward and backward.
+and dk and dv for every query head if heads share keys; `squares` counts masks and scores, and `step` tensors outside of
+the layer. All numbers are bytes of one GPU, for its tokens. Every layer is checkpointed and keeps only its input
+between forward and backward.
 
 A layer runs in one of two ways, each with its own moments, in the order of its backward:
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from seqtile import rules
-from seqtile.memory.setup import KNOWN, Shape
+from seqtile.memory.shape import KNOWN, Shape
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, 1000),

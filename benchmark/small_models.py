@@ -17,7 +17,8 @@ from benchmark.shapes import K
 
 from seqtile.memory import KNOWN
 from seqtile.memory.layer import chunk_tokens
-from seqtile.memory.setup import Setup, Shape
+from seqtile.memory.setup import Setup
+from seqtile.memory.shape import Shape
 
 MODELS = {
     "Qwen3-0.6B": KNOWN["Qwen/Qwen3-0.6B"],

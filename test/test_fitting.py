@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import seqtile
-from seqtile import memory
+from seqtile import fitting, memory
 from seqtile.fitting import Fit, choose, formula_of
 from seqtile.memory.setup import GIB
 from seqtile.memory.simulate import Simulation
@@ -50,6 +50,27 @@ def test_the_cheapest_that_fits(seq_len: int, features: int) -> None:
     assert f"{first.gpu_bytes / 2**30:.1f} of 24.0 GiB, fits" in str(found)
 
 
+def test_attention_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first feature for packed rows of a model that Hugging Face loads with sdpa, beside the loss and the MLPs."""
+    applied: list[dict] = []
+    monkeypatch.setattr(fitting, "apply_seqtile", lambda model, **options: applied.append(options))
+    monkeypatch.setattr(fitting, "enable_offload", lambda *given, **options: None)
+    model, given = on_meta(LLAMA_8B), ON_24 | {"margin": 0, "rows": "packed"}
+    found = seqtile.fit(model, seq_len=40_000, **given)
+    assert applied == [{"layer": True, "head_groups": None, "attention": "varlen"}]
+    assert on(found) == (
+        *("attention without masks", "loss and MLPs in chunks"),
+        *("layers in chunks", "layer inputs in host memory"),
+    )
+    assert on(seqtile.fit(model, seq_len=100, **given))[:2] == on(found)[:2], "the loss and the MLPs are always on"
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "attention_refusal", lambda model: "its masks are its own")
+        with pytest.raises(ValueError, match=r"seq_len: expected at most 3.* tokens, got 40,000"):
+            seqtile.fit(model, seq_len=40_000, **given)
+    plain = seqtile.fit(model, seq_len=100, **given | {"rows": "plain"})
+    assert plain.setup.attention == "sdpa" and "off  attention without masks: sdpa makes none here" in str(plain)
+
+
 def test_too_long_tells_the_longest() -> None:
     most = memory.longest(LLAMA_8B, **ON_24, tiles=memory.TILES, offload="activations", head_groups="auto")
     found = cheapest(most.tokens, **ON_24)
@@ -65,7 +86,8 @@ def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:
     model, given = on_meta(LLAMA_8B), {"seq_len": 400_000, "gpu_memory_gib": 160, "host_memory_gib": 1900}
     found = seqtile.fit(model, **given | {"gpu_memory_gib": 200}, dry_run=True)
     assert capsys.readouterr().out == f"{found}\n" and found.offload
-    assert found.plan == memory.plan(LLAMA_8B, **given, tiles=memory.TILES, offload="activations")
+    told = {"attention": "sdpa", "tiles": memory.TILES, "offload": "activations"}  # as Hugging Face loads the model
+    assert found.plan == memory.plan(LLAMA_8B, **given, **told)
     assert not is_checkpointed(model) and seqtile.status(model).mlp.tiled == 0
 
 
@@ -137,6 +159,8 @@ def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch
     assert len(on(found)) == tiled and found.options == {"layer": tiled == 2, "head_groups": None}
     held = sum(weight.numel() for weight in model.parameters()) * 12 / 2**30
     assert found.gpu_gib == pytest.approx(1 + held + (1, 0.5)[tiled - 1], abs=1e-4)
+    with pytest.raises(ValueError, match="attention: expected flash or varlen, got eager for plain rows, whose masks"):
+        seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, attention="eager")
     with pytest.raises(ValueError, match="it is simulated only for one GPU, without LoRA"):
         seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, lora_rank=4)
 

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from seqtile.attention.layout import VARLEN
 from seqtile.limits import flash_limit
 from seqtile.memory import FEATURES, Formula, Plan, Predictor, Setup, shape_of
 from seqtile.memory.room import MARGIN, room
-from seqtile.memory.setup import GIB, NoFormula, setup_of
-from seqtile.models.apply import apply_seqtile, unwrapped
+from seqtile.memory.setup import GIB, setup_of
+from seqtile.memory.shape import NoFormula
+from seqtile.models.apply import apply_seqtile, attention_refusal, unwrapped
 from seqtile.models.find import is_checkpointed
 from seqtile.models.placement import class_of
 from seqtile.models.quantised import has_4_bits
@@ -39,7 +41,8 @@ class Fit:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `apply_seqtile`."""
-        return {"layer": "layer" in self.setup.tiles, "head_groups": self.setup.head_groups}
+        attention = {"attention": "varlen"} if self.setup.attention == "varlen" else {}
+        return {"layer": "layer" in self.setup.tiles, "head_groups": self.setup.head_groups} | attention
 
     @property
     def offload(self) -> bool:
@@ -63,8 +66,9 @@ def fit(
 ) -> Fit:
     """Applies the cheapest of seqtile's features with which a training step fits, and prints each with the reason.
 
-    It tries them in the order of their cost in time: the loss and the MLPs in chunks, whole layers in chunks, layer
-    inputs in host memory (`seqtile.offload`), attention by groups of heads. It always checkpoints every layer.
+    It tries them in the order of their cost in time: attention without masks, where the model's makes some; the loss
+    and the MLPs in chunks, which are always on; whole layers in chunks, layer inputs in host memory
+    (`seqtile.offload`), attention by groups of heads. It always checkpoints every layer.
 
     Args:
         model: a Hugging Face model, or PEFT's wrapper around one; LoRA is planned as if it were on every projection.
@@ -75,8 +79,8 @@ def fit(
         host_memory_gib: memory of a node; by default what is free.
         margin: the share of a GPU's memory that is kept free, since plans may be a fifth too low.
         dry_run: True only prints, and changes nothing.
-        setup: other fields of `memory.Setup`, such as dtype (by default that of the weights), optimizer, gpus,
-            zero_stage, sequence_parallel.
+        setup: other fields of `memory.Setup`, such as rows ("packed" or "padded" sequences), dtype (by default that of
+            the weights), attention (the model's), optimizer, gpus, zero_stage, sequence_parallel.
 
     A model type without a formula in `memory.plan` is simulated for some seconds, for one GPU and full training.
 
@@ -85,6 +89,7 @@ def fit(
     """
     inner = unwrapped(model)
     defaults = {"dtype": str(inner.dtype).removeprefix("torch.")}
+    defaults["attention"] = attention_of(inner)
     defaults["gpu_memory_gib"] = room(gpu_memory_gib or gpu_memory_at_hand(), margin)
     defaults["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     if lora_ranks := [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]:
@@ -92,7 +97,8 @@ def fit(
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     base = setup_of(defaults | setup)
-    chosen = choose(_predictor(inner, base), base, seq_len, batch_size)
+    reason = attention_refusal(inner)
+    chosen = choose(_predictor(inner, base), base, seq_len, batch_size, without=("attention",) if reason else ())
     chosen = replace(chosen, lines=(*chosen.lines, *_notes(chosen.plan, inner.config._attn_implementation)))
     if not dry_run:
         apply_seqtile(inner, **chosen.options)
@@ -106,12 +112,15 @@ def fit(
 
 
 def _notes(plan: Plan | None, attention: str) -> list[str]:
-    """Says what no plan counts of this attention, or that its backward is wrong at the planned length as installed."""
-    if plan is not None and attention == "eager":
-        more = "eager attention stores scores of length x length, which no plan counts; load with another"
-        return [f"  note: {more} attn_implementation"]
+    """Says that the backward of this attention is wrong at the planned length as installed."""
     limit = plan and flash_limit(attention, plan.heads_at_once, plan.shape.head_dim)
     return [f"  note: {limit[1]}"] if limit and plan.seq_len >= limit[0] else []
+
+
+def attention_of(model: nn.Module) -> str:
+    """Returns the name that plans have for the attention of a Hugging Face model; "flash" for any without masks."""
+    name = model.config._attn_implementation
+    return "varlen" if name.startswith(VARLEN) else name if name in ("sdpa", "eager") else "flash"
 
 
 def gpu_memory_at_hand() -> float:
@@ -166,14 +175,21 @@ def _predictor(model: nn.Module, setup: Setup) -> Predictor:
         return simulation
 
 
-def choose(predictor: Predictor, base: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
+def choose(
+    predictor: Predictor,
+    base: Setup,
+    seq_len: int,
+    batch_size: int = 1,
+    host: bool = True,
+    without: tuple[str, ...] = (),
+) -> Fit:
     """Returns the first features, in the order of their cost, with which a step is predicted to fit; `host`: False to
-    leave layer inputs where they are. ValueError, with the longest sequence that fits, if none do."""
+    leave layer inputs where they are; `without`: features that are not to be turned on. ValueError, with the longest sequence that fits, if none do."""
     lines, tried, step = [f"seqtile.fit, for {seq_len:,} tokens:"], [], None
-    offered = [name for name, feature in FEATURES.items() if feature.words]
+    offered = [name for name, feature in FEATURES.items() if feature.words and name not in without]
     for name, setup, refusal in predictor.turned_on(base, offered, host):
         words, cost = FEATURES[name].words, FEATURES[name].cost
-        if step is not None and step.bound is None:
+        if step is not None and step.bound is None and "mlp" in tried[-1].tiles:
             refusal = "not needed"
         if refusal is not None:
             lines.append(f"  off  {words}: {refusal}")

@@ -237,6 +237,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     AttentionInterface.register(name, attention(setup))
     if setup.shared_tokens:  # an attention that is called as FlashAttention is
         AttentionMaskInterface.register(name, flash_attention_mask)
+    name = setup.attention if setup.attention in ("sdpa", "eager") else name  # Hugging Face's own, with its masks
     sp_group = seqtile.sp.initialize(setup.sequence_parallel) if setup.gpus > 1 and setup.shared_tokens else None
     with torch.device("meta"):
         model = causal_lm = AutoModelForCausalLM.from_config(
@@ -249,7 +250,8 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         if setup.lora_rank is not None:
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
-    modes.enter_context(KnownIntegers() if setup.shared_tokens else FakeTensorMode(allow_non_fake_inputs=True))
+    known = setup.shared_tokens or name == setup.attention  # Hugging Face's masks depend on positions
+    modes.enter_context(KnownIntegers() if known else FakeTensorMode(allow_non_fake_inputs=True))
     model.train().to_empty(device="cpu")  # tensors without data, of a FakeTensorMode
     model.tie_weights()
     if setup.load_in_4bit:
@@ -283,6 +285,13 @@ def sharing_a_prefix(rows: int, seq_len: int, shared_tokens: int) -> dict[str, t
     return {"input_ids": ids, "labels": ids.masked_fill(~own, -100)}
 
 
+def told_apart(rows: str, count: int, length: int) -> dict[str, torch.Tensor]:
+    """Returns the tensor that tells Hugging Face of documents, or of padding: [count, length]."""
+    if rows == "packed":
+        return {"position_ids": (torch.arange(length) % (length // 3)).expand(count, -1)}
+    return {"attention_mask": torch.ones(count, length, dtype=torch.long).tril(length - 9)} if rows == "padded" else {}
+
+
 def simulate(
     config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, rank: int = 0, evaluate: bool = False
 ) -> "Simulated":
@@ -298,7 +307,7 @@ def simulate(
         else:
             ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
             labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}
-            batch = {"input_ids": ids} | labels
+            batch = {"input_ids": ids} | labels | told_apart(setup.rows, batch_size, seq_len)
         memory = Sharded()
         for name, full in (("alloc_storage", True), ("free_storage", False)):
             modes.enter_context(patch.object(_fsdp_param, name, memory.resizing(getattr(_fsdp_param, name), full)))

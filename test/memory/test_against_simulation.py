@@ -35,6 +35,9 @@ QLORA = LORA | {"load_in_4bit": True}
 AUTOCAST = {"autocast": True}
 ACCUMULATE = {"accumulate": True}
 WHOLE = {"batches": "whole"}
+NARROW = TWO | {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 2}
+WINDOW = NARROW | {"sliding_window": K}
+MIXED = WINDOW | {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 128}
 LIMITS = {"cohere": 0.08}  # under autocast the plan of its rotary embedding is 7 % too low
 FIELDS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "merged", "routed", "float32_routing")
 OTHERS = [name for name, arch in ARCHS.items() if any(getattr(arch, x) != getattr(ARCHS["llama"], x) for x in FIELDS)]
@@ -74,6 +77,11 @@ def layers(seq_len: int, *parts: dict[str, Any], **setup: Any) -> Case:
     for part in parts:
         setup = part | setup
     return Case("llama", seq_len, SMALL, setup)
+
+
+def squared(attention: str, rows: str, *parts: dict[str, Any], **more: Any) -> Case:
+    """Steps with masks, biases or scores of length x length, whose Hugging Face's own code is run."""
+    return layers(8 * K, {"attention": attention, "rows": rows}, *parts)._replace(**{"widths": NARROW} | more)
 
 
 def sharing(rows: int, seq_len: int, tokens: int, *parts: dict[str, Any], **more: Any) -> Case:
@@ -239,6 +247,38 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 96 * K, 64 * K, WHOLE, over(8)),
         sharing(8, 96 * K, 64 * K, WHOLE, LAYER, over(8)),
         sharing(8, 48 * K, 32 * K, WHOLE, LAYER, over(2, head_groups=2)),
+    ],
+    "masks_and_scores": [
+        squared("sdpa", "plain", batch_size=2),
+        squared("sdpa", "packed", daily=True),
+        squared("sdpa", "padded", seq_len=8 * K + 3, batch_size=2, daily=True),  # a bias with padding
+        squared("sdpa", "packed", {"tiles": ()}),
+        squared("sdpa", "packed", {"tiles": ()}, widths=NARROW | {"vocab_size": 65536}),  # beside the loss
+        squared("sdpa", "packed", LORA),
+        squared("sdpa", "packed", AUTOCAST),
+        squared("sdpa", "packed", {"dtype": "float32"}),
+        squared("sdpa", "packed", LAYER),
+        squared("sdpa", "packed", LAYER, {"head_groups": 2}, daily=True),
+        squared("sdpa", "packed", widths=NARROW | {"num_key_value_heads": 8}),
+        squared("sdpa", "plain", arch="mistral", widths=WINDOW, batch_size=2, daily=True),
+        squared("sdpa", "plain", arch="mistral", widths=NARROW | {"sliding_window": 9 * K}),
+        squared("sdpa", "padded", arch="mistral", widths=WINDOW, batch_size=2),
+        squared("sdpa", "plain", arch="gemma3_text", widths=MIXED),
+        squared("sdpa", "packed", arch="gemma3_text", widths=MIXED, batch_size=2),
+        squared("sdpa", "packed", arch="qwen3", widths=NARROW | {"head_dim": 128}),
+        squared("sdpa", "packed", arch="phi3"),
+        squared("eager", "plain"),
+        squared("eager", "packed", daily=True),
+        squared("eager", "padded", batch_size=2),
+        squared("eager", "packed", {"tiles": ()}),
+        squared("eager", "packed", LORA),
+        squared("eager", "packed", AUTOCAST),
+        squared("eager", "packed", {"dtype": "float32"}),
+        squared("eager", "packed", LAYER),
+        squared("eager", "packed", LAYER, {"head_groups": 2}, daily=True),
+        squared("eager", "plain", arch="mistral", widths=WINDOW),
+        squared("eager", "plain", arch="gemma2", widths=MIXED),
+        squared("eager", "packed", arch="gemma3_text", widths=MIXED),
     ],
     "under_autocast": [  # the residual stream in float32, a copy for each projection, copies of weights
         *(

@@ -28,6 +28,7 @@ from memory.test_against_simulation import (
     llama,
     over,
     sharing,
+    squared,
 )
 from seqtile import memory
 from seqtile.memory import FEATURES, with_features
@@ -35,7 +36,7 @@ from support.choice import every_value
 from support.measure import eager_memory
 
 pytestmark = eager_memory
-TILED = [name for name in FEATURES if name not in ("nothing", "host", "Liger")]
+TILED = [name for name in FEATURES if name not in ("nothing", "attention", "host", "Liger")]
 DAILY = {
     "untiled": llama(32 * K, tiles=()),
     "loss": layers(32 * K, tiles=("loss",)),
@@ -47,6 +48,8 @@ DAILY = {
     "LoRA": layers(32 * K, LORA, HOST),
     "4 bits": layers(32 * K, QLORA),
     "autocast": layers(32 * K, AUTOCAST),
+    "masks": squared("sdpa", "packed", batch_size=2),
+    "scores": squared("eager", "padded"),
     "over GPUs": layers(256 * K, over(8)),
     "shared, over GPUs": sharing(4, 9 * K, 8 * K, WHOLE, over(2)),
     "experts": Case("mixtral", 32 * K, SMALL | {"num_hidden_layers": 2}, {}),

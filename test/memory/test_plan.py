@@ -1,5 +1,6 @@
 """Plans: they accept any configuration, are consistent, and refuse impossible setups."""
 
+import random
 import re
 from dataclasses import asdict, replace
 from functools import partial
@@ -227,10 +228,11 @@ def test_the_published_ladder() -> None:
 def test_features_are_turned_on_in_the_order_of_fit() -> None:
     """Each beside those before it; what a model or a setup cannot have is left out, with the reason."""
     llama, gemma = (Formula(memory.shape_of(name)) for name in (LLAMA, "google/gemma-2-9b"))
-    given = memory.Setup(gpus=8, sequence_parallel=8, offload=("optimizer",))
+    given = memory.Setup(gpus=8, sequence_parallel=8, offload=("optimizer",), attention="sdpa", rows="packed")
     steps = {name: (setup, refusal) for name, setup, refusal in llama.turned_on(given)}
     assert list(steps) == list(memory.FEATURES)
-    assert [name for name, (_, refusal) in steps.items() if refusal] == ["groups", "Liger"]
+    assert [name for name, (_, refusal) in steps.items() if refusal] == ["attention", "groups", "Liger"]
+    assert steps["attention"][1] == "sdpa makes none here", "over GPUs seqtile.sp attends in blocks"
     assert steps["groups"][1] == "8 kv heads over 8 GPUs make no groups"
     assert (
         steps["host"][0]
@@ -240,6 +242,7 @@ def test_features_are_turned_on_in_the_order_of_fit() -> None:
     assert steps["loss, MLP, layer"][0] == replace(given, tiles=memory.TILES)
     refused = {name: refusal for name, _, refusal in gemma.turned_on(given, host=False) if refusal}
     assert refused == {
+        "attention": "sdpa makes none here",
         "loss, MLP, layer": "not planned for gemma2",
         "host": "what is trained is in host memory",
         "groups": "not planned for gemma2",
@@ -257,6 +260,65 @@ def test_a_sequence_is_shared_where_tiles_are_not_enough() -> None:
     ]
     assert [rung.head_groups for rung in rungs] == [None] * 6 + [2]
     assert [rung.offload for rung in rungs] == [()] * 5 + [("activations",)] * 2
+
+
+def test_masks_are_those_of_the_batch() -> None:
+    """One byte a pair of tokens and kind of layer, also beside the loss; for each row, unless a window masks all alike.
+    None for other attentions, nor over GPUs, nor for a window that no sequence reaches."""
+    length, rows = random.randint(5000, 9000), random.randint(2, 4)
+    given = {"seq_len": length, "batch_size": rows, "tiles": ()}
+
+    def loss(name: str, **setup: object) -> int:
+        plan = memory.plan(name, **given, **setup)
+        return next(moment.bytes for moment in plan.moments if moment.name == "loss")
+
+    gemma, mistral = "google/gemma-2-9b", memory.shape_of(AutoConfig.for_model("mistral", sliding_window=4096))
+    for name, row_count, kinds, setup in (
+        (LLAMA, rows, 0, {"attention": "sdpa"}),
+        (LLAMA, rows, 1, {"attention": "sdpa", "rows": "packed"}),
+        (LLAMA, rows, 1, {"attention": "sdpa", "rows": "padded"}),
+        (LLAMA, rows, 0, {"attention": "varlen", "rows": "packed"}),
+        (LLAMA, rows, 0, {"attention": "sdpa", "rows": "packed", "gpus": 2, "sequence_parallel": 2}),
+        (LLAMA, rows, 2, {"attention": "eager"}),  # of two bytes
+        (gemma, 1, 1, {"attention": "sdpa"}),
+        (gemma, rows, 2, {"attention": "sdpa", "rows": "packed"}),
+        (mistral, 1, 1, {"attention": "sdpa"}),
+        (replace(mistral, windows=(length + 1,)), 1, 0, {"attention": "sdpa"}),
+    ):
+        more = loss(name, **setup) - loss(name, **setup | {"attention": "flash"})
+        assert more == kinds * row_count * length**2, (name, setup)
+
+
+def test_windows() -> None:
+    """Of each kind of layer that has a mask of its own."""
+    sliding = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    for arch, changes, windows in (
+        ("llama", {}, (None,)),
+        ("mistral", {"sliding_window": 64}, (64,)),
+        ("mistral", {"sliding_window": None}, (None,)),
+        ("gemma2", {"sliding_window": 64}, (64, None)),
+        ("qwen2", sliding, (64, None)),
+        ("qwen2", sliding | {"use_sliding_window": False}, (None,)),
+    ):
+        assert memory.shape_of(tiny_config(arch, **changes)).windows == windows
+    raw = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    assert memory.shape_of(raw | {"vocab_size": 9, "model_type": "mistral", "sliding_window": None}).windows == (None,)
+    with pytest.raises(ValueError, match="sliding_window: expected a positive int or null, got 'wide'"):
+        memory.shape_of(raw | {"vocab_size": 9, "sliding_window": "wide"})
+
+
+def test_attention_without_masks_is_the_first_feature() -> None:
+    """Where the model's makes masks or scores; the rows that follow have it."""
+    given = {"offload": ("optimizer", "weights"), "gpu_memory_gib": 64}
+    for setup in ({}, {"attention": "sdpa"}, {"attention": "varlen", "rows": "packed"}):
+        assert len({rung.attention for rung, _ in memory.ladder(LLAMA, **given, **setup)}) == 1
+    for setup in ({"attention": "sdpa", "rows": "padded"}, {"attention": "eager"}):
+        first, second, *others = memory.ladder(LLAMA, **given, **setup)
+        assert (first[0].attention, second[0].attention) == (setup["attention"], "varlen")
+        assert first[0].tiles == second[0].tiles == () and first[1].tokens < second[1].tokens
+        assert {rung.attention for rung, _ in others} == {"varlen"} and others[-1][0].head_groups == "auto"
+        flash = [longest.tokens for _, longest in memory.ladder(LLAMA, **given)]
+        assert flash == [longest.tokens for _, longest in (second, *others)]
 
 
 LAYER, TWO = {"tiles": memory.TILES}, {"gpus": 2, "sequence_parallel": 2}
@@ -279,6 +341,12 @@ LAYER, TWO = {"tiles": memory.TILES}, {"gpus": 2, "sequence_parallel": 2}
         (
             LAYER | {"shared_tokens": 4, "batch_size": 2, "head_groups": "auto"},
             "head_groups: expected a number, since attention of shared tokens by groups",
+        ),
+        ({"rows": "short"}, "rows: expected one of plain, packed, padded, got 'short'"),
+        ({"attention": "ring"}, "attention: expected one of varlen, flash, sdpa, eager, got 'ring'"),
+        (
+            LAYER | {"head_groups": "auto", "attention": "sdpa", "rows": "packed"},
+            "head_groups: expected a number, or attention other than sdpa, got 'auto'",
         ),
         ({"gpus": 0}, "gpus: expected a positive int"),
         ({"gpus": 6, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 6 GPUs, got 4"),

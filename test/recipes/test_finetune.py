@@ -6,10 +6,12 @@ import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -20,6 +22,7 @@ from seqtile import memory
 from seqtile.cli import app
 from seqtile.integrations.trl import _KNOWN, restore_trl
 from seqtile.recipes import TRL, check_trl
+from seqtile.recipes.memory import planned_setup
 from seqtile.recipes.options import Parser, parsed
 from seqtile.recipes.tuner import Tuner
 from support.assertions import relative_error
@@ -202,6 +205,26 @@ def test_fit(pretrained: Path, tmp_path: Path) -> None:
             code, said = on_rank(*job)
         assert code == 0 and f" of {size / 2**30:.1f} GiB, fits" in said, said
         assert ("\n  layer " in report_of(tmp_path / str(layer))["status"]) == layer
+
+
+def test_the_attention_and_the_rows_that_are_planned(pretrained: Path) -> None:
+    """TRL packs rows into one, or pads short ones; the attention is the model's."""
+    model = AutoModelForCausalLM.from_pretrained(pretrained)
+    state = SimpleNamespace(deepspeed_plugin=None)
+    full, short = [[1] * 20] * 3, [[1] * 20, [1] * 19]
+    two = ("--per-device-train-batch-size", "2")
+    for options, lengths, attention, expected in (
+        ((), short, "sdpa", "plain"),
+        (two, full, "eager", "plain"),
+        (two, short, "sdpa", "padded"),
+        ((*two, "--padding-free", "True"), short, "flash_attention_2", "packed"),
+    ):
+        asked = parsed(["--model", str(pretrained), "--device", "cpu", "--seq-len", "20", *options])
+        model.config._attn_implementation = attention
+        rows = {"padding_free": asked.training.padding_free, "train_dataset": Dataset.from_dict({"input_ids": lengths})}
+        others = {"accelerator": SimpleNamespace(state=state), "is_fsdp_enabled": False}
+        setup = planned_setup(asked, SimpleNamespace(model=model, **rows, **others), {})
+        assert (setup.attention, setup.rows) == (attention.partition("_")[0], expected)
 
 
 def report_of(output: Path) -> dict:

@@ -214,6 +214,35 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     assert second.startswith("it cannot be simulated: ") and "expected a config.json" in second
 
 
+@pytest.mark.parametrize(
+    ("options", "loaded", "applied"),
+    [
+        ((), "flash_attention_2", "model"),
+        (("--attention", "sdpa"), "sdpa", "model"),
+        (("--attention", "varlen", "--rows", "packed"), "sdpa", 'model, attention="varlen"'),
+        (("--attention", "sdpa", "--rows", "packed"), "sdpa", 'model, attention="varlen"'),
+        (("--attention", "eager"), "sdpa", 'model, attention="varlen"'),
+    ],
+)
+def test_attention(options: tuple[str, ...], loaded: str, applied: str) -> None:
+    """What its figures assume is said, and what it loads; attention without masks is a row where the model's makes
+    some."""
+    shown = said(LLAMA, "--lora-rank", "8", "--seq-len", "100000", *options)
+    changed = len(options) > 2 or "eager" in options
+    attention = "as below" if changed and "varlen" not in options else (*options, "flash")[1 if options else 0]
+    rows = "packed" if "packed" in options else "plain"
+    assert f"every layer checkpointed; {rows} rows, attention: {attention}\n" in shown
+    assert f'attn_implementation="{loaded}"' in shown and f"seqtile.apply_seqtile({applied})" in shown
+
+
+def test_attention_alone_may_do() -> None:
+    options = ("--lora-rank", "8", "--attention", "eager", "--seq-len", "20000")
+    assert 'apply_seqtile(model, mlp=False, loss=False, attention="varlen")' in said(LLAMA, *options)
+    only = ("--only", "loss,MLP")
+    text = said(LLAMA, *options, *only, exit_code=1)
+    assert "does not fit" not in text and "predicted not to fit in GPU memory: attention" in text
+
+
 def test_json() -> None:
     found = json.loads(
         said("google/gemma-2-9b", "--gpus", "4", "--sequence-parallel", "2", "--seq-len", "300000", "--json")

@@ -1,6 +1,6 @@
 """The memory model: predicts before a run how much memory a training step needs, and how long a sequence may be.
 
-    plan, longest, ladder  >  Formula  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
+    plan, longest, ladder  >  Formula  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (shape.py, setup.py)
 
 It imports neither torch nor transformers, and so answers at once. `simulate`, which is imported separately, handles
 model types without a formula: it runs their code on tensors without data.
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from seqtile.arch import ARCHS
 from seqtile.memory.batch import Batch
 from seqtile.memory.layer import planned_groups
-from seqtile.memory.setup import KNOWN, OFFLOAD, OPTIMIZERS, TILES, Setup, Shape, expect, is_count, setup_of, shape_of
+from seqtile.memory.setup import OFFLOAD, OPTIMIZERS, TILES, Setup, expect, is_count, setup_of
+from seqtile.memory.shape import KNOWN, Shape, shape_of
+from seqtile.memory.squares import makes_squares
 from seqtile.memory.step import Plan, Step
 
 __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]
@@ -34,6 +36,7 @@ class Feature(NamedTuple):
 GROUPS = {"tiles": TILES, "head_groups": "auto"}
 FEATURES = {  # that save memory, in the order of their cost in time
     "nothing": Feature({"tiles": ()}),
+    "attention": Feature({"attention": "varlen"}, "attention without masks", "no time and no matrix products"),
     "loss": Feature({"tiles": ("loss",)}),
     "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matrix products"),
     "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),
@@ -55,7 +58,9 @@ def with_features(setup: Setup, *names: str) -> Setup:
 def apply_options(setup: Setup) -> dict[str, Any]:
     """Returns the options of `apply_seqtile` that differ from its defaults."""
     options: dict[str, Any] = {} if "mlp" in setup.tiles else {"mlp": False}
+    options |= {} if setup.tiles else {"loss": False}
     options |= {"layer": True} if "layer" in setup.tiles else {}
+    options |= {"attention": "varlen"} if setup.attention == "varlen" else {}
     return options | ({"head_groups": setup.head_groups} if setup.head_groups else {})
 
 
@@ -63,6 +68,9 @@ def simulation_refusal(setup: Setup) -> str | None:
     """Says why steps of a setup cannot be simulated, see `simulate`, which needs torch; None if they can."""
     if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens or setup.accumulate:
         return "it is simulated only for one GPU, without LoRA, autocast, offload, accumulation and shared tokens"
+    if setup.attention == "eager" or (setup.attention == "sdpa" and setup.rows != "plain"):
+        got = f"{setup.attention} for {setup.rows} rows, whose masks and scores are not simulated"
+        return f"attention: expected flash or varlen, got {got}"
     return None
 
 
@@ -92,8 +100,8 @@ class Predictor(Protocol):
 
     notes: list[str]
 
-    def refusal(self, name: str, setup: Setup) -> str | None:
-        """Says why this setup cannot have this feature, which it has; None if it can."""
+    def refusal(self, name: str, setup: Setup, before: Setup) -> str | None:
+        """Says why the setup `before` cannot have this feature, or needs none; None if it can. `setup` has it."""
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
         """Predicts a step. Raises ValueError for an impossible one."""
@@ -123,7 +131,7 @@ class Predictor(Protocol):
             if name == "groups" and base.head_groups is not None:
                 more = replace(more, head_groups=base.head_groups)
             kept = name == "host" and not host
-            refusal = "what is trained is in host memory" if kept else self.refusal(name, more)
+            refusal = "what is trained is in host memory" if kept else self.refusal(name, more, setup)
             setup = more if refusal is None else setup
             yield name, setup, refusal
 
@@ -134,16 +142,19 @@ class Formula(Predictor):
     def __init__(self, shape: Shape, evaluate: bool = False):
         self.shape, self.notes, self.evaluate = shape, shape.notes, evaluate
 
-    def refusal(self, name: str, setup: Setup) -> str | None:
+    def refusal(self, name: str, setup: Setup, before: Setup) -> str | None:
         shape, layer = self.shape, "layer" in setup.tiles
+        if name == "attention":
+            return None if makes_squares(shape, before) else f"{before.attention} makes none here"
         if name == "Liger":
             return None if shape.arch.liger and not layer else "Liger has no norms for it, or chunks need none"
         if layer and not shape.tiles_whole:
             return f"not planned for {shape.inside or shape.model_type}"
         if setup.head_groups is not None and planned_groups(shape, setup) is None:
             return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
-        again = setup.shared_tokens and setup.head_groups == "auto"
-        return "attention of shared tokens would be computed once more" if again else None
+        again = "shared tokens" if setup.shared_tokens else "length x length" if makes_squares(shape, setup) else ""
+        refused = again and setup.head_groups == "auto"
+        return f"attention of {again} would be computed once more" if refused else None
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan:
         shape = self.shape
@@ -163,6 +174,8 @@ class Formula(Predictor):
             expect("batch_size", batch_size > 1, "2 or more sequences, which begin with shared_tokens", batch_size)
             asked = "a number, since attention of shared tokens by groups is computed once more in the backward"
             expect("head_groups", setup.head_groups != "auto", asked, setup.head_groups)
+        squares = setup.head_groups == "auto" and makes_squares(shape, setup)
+        expect("head_groups", not squares, f"a number, or attention other than {setup.attention}", setup.head_groups)
         expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
         setup = replace(setup, accumulate=setup.accumulate and not self.evaluate)
         step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
@@ -184,7 +197,8 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = Fal
 
     The plan counts tensors as torch allocates them, 1 GiB for CUDA and 1 GiB for NCCL. It does not count memory lost to
     fragmentation, the temporaries of an unfused optimizer, and FSDP2's padding if the number of GPUs does not divide
-    the widths (up to a tenth). It assumes that every layer is checkpointed and that attention is FlashAttention-2.
+    the widths (up to a tenth). It assumes that every layer is checkpointed. `attention` and `rows` say which attention
+    computes which sequences; by default FlashAttention-2, which needs no mask for any.
     Source: Arctic Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
 
     Raises ValueError for impossible lengths, sizes and names; TypeError for an unknown field of Setup.
@@ -202,9 +216,10 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     """Yields the longest sequence for more and more features, in the order of their cost in time, as `seqtile.fit`
     turns them on.
 
-    First only checkpointing; then also the loss in chunks, the MLPs, whole layers, sequence parallelism, layer inputs
-    in host memory, and attention by groups of heads. Features that the model or the setup cannot have are left out. If
-    whole layers are, then the last is Liger's norms, where Liger has some for the model.
+    First only checkpointing; then attention without masks, where the setup's makes some; then also the loss in chunks,
+    the MLPs, whole layers, sequence parallelism, layer inputs in host memory, and attention by groups of heads.
+    Features that the model or the setup cannot have are left out. If whole layers are, then the last is Liger's norms,
+    where Liger has some for the model.
 
     `setup` applies to all rows. tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
     those of the last row, "auto" by default."""
@@ -212,7 +227,7 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     if {"tiles", "liger"} & setup.keys() or "activations" in base.offload:
         raise ValueError("tiles, liger and offload of activations: expected none, since all are tried; use longest")
     rows = [(name, row) for name, row, refusal in formula.turned_on(base) if refusal is None]
-    tiled = [row for name, row in rows if FEATURES[name].changes.keys() == {"tiles"}]
+    tiled = [row for name, row in rows if FEATURES[name].changes.keys() <= {"tiles", "attention"}]
     alone = [replace(row, sequence_parallel=1) for row in tiled]
     for row in dict.fromkeys([*alone, *(row for _, row in rows[len(tiled) - 1 :])]):
         yield row, formula.longest(row, batch_size)

@@ -2,8 +2,9 @@
 
 `test/memory/test_against_simulation.py` compares the counts with every allocation of simulated steps, to 5 %. The sums
 follow the code of Hugging Face, `seqtile.ops` and `seqtile.sp`. FlashAttention-2's workspace is added: dq in float32,
-and dk and dv for every query head if heads share keys. `step` counts tensors outside of the layer. All numbers are
-bytes of one GPU, for its tokens. Every layer is checkpointed and keeps only its input between forward and backward.
+and dk and dv for every query head if heads share keys; `squares` counts masks and scores, and `step` tensors outside of
+the layer. All numbers are bytes of one GPU, for its tokens. Every layer is checkpointed and keeps only its input
+between forward and backward.
 
 A layer runs in one of two ways, each with its own moments, in the order of its backward:
 
@@ -17,7 +18,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from seqtile.memory.batch import Batch
-from seqtile.memory.setup import FLOAT, Setup, Shape, expect
+from seqtile.memory.setup import FLOAT, Setup, expect
+from seqtile.memory.shape import Shape
+from seqtile.memory.squares import squares_of
 from seqtile.rules import default_chunk_tokens, heads_of_rank, number_of_groups
 
 
@@ -94,9 +97,13 @@ class Layer:
         """Bytes of hidden states that a matrix product reads or writes; under autocast a copy."""
         self.q, self.kv, grouped = head_shares(shape, setup, tokens)
         self.qkv = self.q + 2 * self.kv
-        self.lse = tokens * shape.heads * FLOAT
+        self.squares, self.eager = squares_of(shape, setup, batch), setup.attention == "eager"
+        self.repeated = 2 * self.q if grouped and self.squares.kept else 0
+        """Bytes of keys and values for every query head, where Hugging Face repeats them."""
+        self.lse = 0 if self.squares.kept and self.eager else tokens * shape.heads * FLOAT
         """Bytes of attention's log-sum-exp, kept for the backward."""
-        workspace = self.q * FLOAT // setup.bytes + (2 * self.q if grouped else 0) + self.lse
+        d_q = self.q * FLOAT // setup.bytes if self.lse else 0
+        workspace = d_q + (2 * self.q if grouped else 0) + self.lse + self.squares.backward
         self.attention = self.q + self.qkv + workspace
         """Bytes that attention's backward adds: gradients of the output and of q, k, v; the workspace."""
         if batch.shared:
@@ -162,7 +169,8 @@ class Layer:
         adapters = (1 if "qkv" in arch.merged else 3) * self._adapter(shape.hidden)
         merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # the values are a slice of it
         weights = setup.cast(shape.attention_parameters)
-        inside = copied + head_norms + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
+        inside = copied + head_norms + adapters + weights + 2 * self.q + (self.repeated or 2 * self.kv) + merged
+        inside += self.lse + self.squares.kept
         projected = inside + self.output + self._adapter(shape.q)
         after = norm_after.kept if arch.norm_after else 0
         attention = projected + after
@@ -202,14 +210,16 @@ class Layer:
         chunks = self.chunk * (3 * (shape.mlp + shape.hidden) + (shape.q if count > 1 else 0)) * size
         chunks += self.setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
         sums = self._sums(shape.mlp_parameters)
-        waiting = self.output + (self.qkv if self.groups is None else 0)  # groups recompute q, k, v
+        squares = self.repeated // count + self.squares.kept // (count if self.eager else 1)  # scores are of each head
+        # groups recompute q, k, v, and all of an attention that keeps squares
+        waiting = self.output + (self.qkv + squares if self.groups is None else 0)
         yield Alive("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
         # Attention. If GPUs share a sequence, one group is sent and another received while a third is computed.
         after, before = shape.mlp_parameters + shape.hidden * shape.q, shape.hidden * (shape.q + 2 * shape.kv)
         sums = self._sums(before)
         raw = self.q + self.kv if self.groups is not None and shape.arch.head_norm else 0  # before the norms of heads
         projected = self.qkv + raw
-        group = (projected + self.attention) // count
+        group = (projected + self.attention) // count + squares
         local = self.output if self.groups is not None else 0
         sent = (self.qkv + projected) // count if local else 0
         decoded = self.setup.decoded(2 * shape.hidden * (shape.q + shape.kv))
@@ -233,7 +243,8 @@ class Layer:
         if self.tiled:
             # An untiled loss implies a cache, with which heads are not computed in groups.
             chunk, count = self.chunk * setup.bytes, self.groups if self.groups and "loss" in setup.tiles else 1
-            group = self.q + (self.qkv + self.lse) // count
+            group = self.q + (self.qkv + self.lse + self.repeated) // count
+            group += self.squares.evaluated // (count if self.eager else 1)
             if setup.sequence_parallel > 1:  # the next group arrives; attention's output is sent and received
                 group = (self.q * (max(count, 2) + 1) + self.qkv * (3 if count > 1 else 1)) // count
             if self.batch.shared:  # each call's output, and the whole output
@@ -257,6 +268,7 @@ class Layer:
         q, kv = (self.tokens * width * size for width in (self.shape.q, self.shape.kv))
         rotated = (q + kv) * setup.weight_bytes // size + kv  # queries and keys in float32 under autocast
         output = rotated + self.q + max(self.lse, self.cast + self._added(self.shape.q, self.shape.hidden))
+        output = max(output, rotated + self.q + self.repeated + self.squares.evaluated)
         sent = rotated + self.qkv + 2 * self.q + q if setup.sequence_parallel > 1 else 0
         if self.batch.shared:
             output = max(output, rotated + (self.qkv if sent else 0) + 2 * self.q)

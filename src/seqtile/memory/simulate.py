@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Simulation(Predictor):
         self.gradients = (parameters - run) * self.dtype.itemsize / max(self.others, 1)
         self._measured: dict[Any, tuple[float, float]] = {}
 
-    def refusal(self, name: str, setup: Setup) -> str | None:
+    def refusal(self, name: str, setup: Setup, before: Setup) -> str | None:
         return None if FEATURES[name].changes.keys() == {"tiles"} else "not simulated"
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Predicted:
@@ -87,7 +88,7 @@ class Simulation(Predictor):
             model.tie_weights()
             enable_checkpointing(model)
             if setup.tiles:
-                apply_seqtile(model, **apply_options(setup), check=False)
+                apply_seqtile(model, **apply_options(replace(setup, attention="flash")), check=False)
             config = model.config.get_text_config()
             sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
             mlp_chunk = default_chunk_tokens(config.hidden_size, 1, mlp_size_of(*mlps_of(model)), model.dtype.itemsize)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from seqtile.memory.batch import Batch
 from seqtile.memory.layer import Alive, Layer, planned_groups
-from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
+from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup
+from seqtile.memory.shape import Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
@@ -191,13 +192,14 @@ class Step:
         waiting = shape.parameters if setup.accumulate and kept is not None else alive.done
         adapters = self.trained * FLOAT * waiting // shape.parameters
         done = waiting * setup.weight_bytes if setup.full else adapters
+        masks_freed = alive.name == "embedding" or (kept is None and alive.name == "loss")
         gradients = 0 if "optimizer" in setup.offload else done // setup.ranks(2)
         parts = {
             "weights": 0 if "weights" in setup.offload else self.weights,
             "gradients": gradients + alive.gradients,
             "optimizer": 0 if "optimizer" in setup.offload else self.optimizer,
             "inputs": (0 if kept is None else self._inputs(kept, backward)) + self._whole_inputs(alive.name),
-            "attention": alive.attention,
+            "attention": alive.attention + (0 if masks_freed else self.layer.squares.masks),
             "mlp": alive.mlp,
             "norms": alive.norms + 2 * self.tokens * shape.head_dim * setup.weight_bytes,  # and positions
             "loss": alive.loss,

@@ -137,7 +137,8 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
         return
     if options.loss:
         place_of_head(model)
-    check_attention(model, options, proof)
+    if options.attention and (refusal := attention_refusal(model, proof)):
+        raise ValueError(refusal)
     asked, (found, refused) = options.parts, _found(model, options, proof)
     for module, part in found:
         part.check(module, options)
@@ -153,12 +154,11 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
     setattr(model, _REFUSED, refused)
 
 
-def check_attention(model: nn.Module, options: Options, proof: Proof = unproven) -> None:
-    """Raises ValueError if a model's attention cannot be what the options ask for."""
-    reason = (kind_refusal(model) or proof(model)(ATTENTION, model)) if options.attention else None
-    if reason is not None:
-        name = type(model).__name__
-        raise ValueError(f'attention="varlen": the attention of {name} needs masks: {reason}; leave attention out')
+def attention_refusal(model: nn.Module, proof: Proof = unproven) -> str | None:
+    """Says why a model cannot have attention="varlen"; None if it can."""
+    if (reason := kind_refusal(model) or proof(model)(ATTENTION, model)) is None:
+        return None
+    return f'attention="varlen": the attention of {type(model).__name__} needs masks: {reason}; leave attention out'
 
 
 def _forward_in_place_of(part: Part, options: Options, original: Callable) -> Callable:
@@ -204,7 +204,8 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
         model = unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]()))
-        check_attention(model, options, unproven)
+        if options.attention and (refusal := attention_refusal(model)):
+            raise ValueError(refusal)
         for module, part in _found(model, options, unproven)[0]:
             if part is LAYER:  # the number of kv heads is that of a model to come, which 1 divides
                 part.check(module, replace(options, head_groups=options.head_groups and 1))

@@ -31,11 +31,10 @@ from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.memory.setup import GIB
-from seqtile.models.apply import check_attention, unwrapped
-from seqtile.models.placement import Options
+from seqtile.models.apply import attention_refusal, unwrapped
 from seqtile.recipes import check_output
 from seqtile.recipes.dataset import counted, dataset_of
-from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory
+from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory, rows_of
 from seqtile.recipes.monitor import SIGNALS, Monitor, handling_signals
 from seqtile.recipes.options import FinetuneOptions, Parser, parsed
 from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
@@ -174,7 +173,7 @@ def say_what_is_left_out(rows: Dataset, trainer: Tuner) -> None:
 def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
     """Chooses what --fit chooses, predicts the memory of a step, and adds callbacks: one tiles the model when training
     begins, `monitor` shows the run. `libraries`: the MiB that the process had before it loaded the model."""
-    monitor, cpu = trainer.monitor, asked.training.use_cpu
+    monitor, cpu, attention = trainer.monitor, asked.training.use_cpu, attention_of_rows(asked, trainer)
     length, rows = asked.training.max_length, asked.training.per_device_train_batch_size
     try:
         memory = {"host_memory_gib": host_memory_at_hand()}
@@ -182,13 +181,15 @@ def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
         at_hand = memory["host_memory_gib"] + loaded if cpu else gpu_memory_at_hand()
         memory["gpu_memory_gib"] = room(at_hand, asked.own.margin)
         setup, formula = planned_setup(asked, trainer, memory), formula_of(trainer.model.config)
+        setup = replace(setup, attention=attention or setup.attention)
+        shape = (length * rows, 1) if setup.rows == "packed" else (length, rows)  # TRL makes one row of a batch
         if asked.own.fit:
-            fit = choose(formula, setup, length, rows, host=not cpu)
+            fit = choose(formula, setup, *shape, host=not cpu, without=("attention",))
             monitor.say(str(fit))
             setup, groups = fit.setup, fit.options["head_groups"]
             chosen = {"layer": fit.options["layer"], "head_groups": groups and str(groups), "offload": fit.offload}
             asked.own = replace(asked.own, fit=False, **chosen)
-        plan = formula.predict(setup, length, rows)
+        plan = formula.predict(setup, *shape)
         if not asked.own.untiled:  # whose loss is TRL's, not Hugging Face's
             monitor.predicted = libraries + (plan.gpu_bytes - plan.peak.parts.get("reserved", 0)) / MIB  # CUDA's own
     except ValueError:  # there is no formula for its memory
@@ -203,7 +204,7 @@ def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
             apply_seqtile_to_trl()
         except ValueError:  # which names functions of TRL's
             monitor.say("note: the loss is TRL's own, in chunks; seqtile's needs TRL 1.16")
-        own, attention = asked.own, attention_of_rows(asked, trainer)
+        own = asked.own
         options = {"layer": own.layer, "head_groups": own.groups, "attention": attention}
         trainer.add_callback(SeqtileCallback(offload=own.offload, **options))
     trainer.add_callback(monitor)
@@ -211,15 +212,12 @@ def prepare(asked: FinetuneOptions, trainer: Tuner, libraries: float) -> None:
 
 def attention_of_rows(asked: FinetuneOptions, trainer: Tuner) -> str | None:
     """Returns the attention without masks for rows that are packed or padded, where the model can have it."""
-    training, options = asked.training, Options(attention="varlen")
-    if not (training.packing or training.padding_free or training.per_device_train_batch_size > 1):
+    if asked.own.untiled or rows_of(asked.training, trainer) == "plain":
         return None
-    try:
-        check_attention(unwrapped(trainer.model), options)
-    except ValueError as error:
-        trainer.monitor.say(f"note: {error}")
+    if (refusal := attention_refusal(unwrapped(trainer.model))) is not None:
+        trainer.monitor.say(f"note: {refusal.partition(';')[0]}")
         return None
-    return options.attention
+    return "varlen"
 
 
 def last_checkpoint(asked: FinetuneOptions) -> str | None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from seqtile.fitting import attention_of
 from seqtile.memory import TILES, Setup
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
 
-    from seqtile.recipes.options import FinetuneOptions
+    from seqtile.recipes.options import FinetuneOptions, TrainingOptions
 
 MIB = 2**20
 
@@ -28,6 +29,8 @@ def planned_setup(asked: "FinetuneOptions", trainer: "SFTTrainer", memory: dict[
     weights = str(trainer.model.dtype).removeprefix("torch.")
     plugin = trainer.accelerator.state.deepspeed_plugin
     return Setup(
+        rows=rows_of(training, trainer),
+        attention=attention_of(trainer.model),
         dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else weights,
         autocast=(training.bf16 or training.fp16) and weights == "float32",
         gpus=training.world_size,
@@ -43,6 +46,20 @@ def planned_setup(asked: "FinetuneOptions", trainer: "SFTTrainer", memory: dict[
         **memory,
         **lora,
     )
+
+
+def rows_of(training: "TrainingOptions", trainer: "SFTTrainer") -> str:
+    """Returns what the rows of a batch are: packed, padded or plain."""
+    return "packed" if trainer.padding_free else "padded" if _has_padding(training, trainer) else "plain"
+
+
+def _has_padding(training: "TrainingOptions", trainer: "SFTTrainer") -> bool:
+    """Returns whether batches are padded, as far as is known: several rows at a time, and one is short."""
+    rows = trainer.train_dataset
+    if training.per_device_train_batch_size == 1:
+        return False
+    is_known = hasattr(rows, "__len__") and "input_ids" in rows.column_names
+    return not is_known or any(len(ids) < training.max_length for ids in rows.with_format("numpy")["input_ids"])
 
 
 def return_freed_memory() -> None:

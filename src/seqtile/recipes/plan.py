@@ -13,11 +13,13 @@ from seqtile import memory
 from seqtile.limits import flash_limit
 from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
-from seqtile.memory.setup import GIB, NoFormula, setup_of
+from seqtile.memory.setup import GIB, setup_of
+from seqtile.memory.shape import NoFormula
 from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
 
 ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
 UNITS = ((1e9, 2, "billion"), (1e6, 0, "million"), (1e3, 0, "thousand"), (1, 0, ""))  # of a model's parameters
+LOADED = {"varlen": "sdpa", "flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}  # by Hugging Face's names
 MIN_SHARED = 256  # tokens: the default min_tokens of `share_prefixes`
 
 
@@ -41,6 +43,10 @@ class PlanOptions:
     autocast: bool = option(False, "Float32 weights and residual stream, torch.autocast to --dtype.", "--autocast")
     lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
     load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits below adapters.", "--load-in-4bit")
+    attention: str = option(
+        "flash", "The model's: flash (FlashAttention), varlen (seqtile's), sdpa or eager, with masks and scores."
+    )
+    rows: str = option("plain", "Sequences of a batch: plain, a document each; packed, several; padded, shorter ones.")
     accumulate: bool = option(False, "Gradient accumulation: gradients of earlier batches are kept.", "--accumulate")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
     layer: bool = option(False, "Tile whole layers, needed or not.", "--layer")
@@ -113,7 +119,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     if asked.layer or in_groups:  # raises if this model cannot have them
         whole = setup_of(setup | {"tiles": TILES})
         formula.predict(whole, asked.shared_tokens + 1, batch_size)
-        if (refusal := formula.refusal("groups", whole)) is not None:
+        if (refusal := formula.refusal("groups", whole, whole)) is not None:
             raise ValueError(f"head_groups: {refusal}")
     if asked.only is not None:
         chosen = setup_with_only(asked.only, setup, asked.layer)
@@ -139,8 +145,8 @@ def _notes(step: Plan) -> list[str]:
     notes, shape = [], step.shape
     if shape.positions is not None and step.seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
-    limits = [flash_limit(name, step.heads_at_once, shape.head_dim) for name in ("flash_attention_2", "sdpa")]
-    return notes + [limit[1] for limit in limits if limit is not None and step.seq_len >= limit[0]]
+    limit = flash_limit(LOADED[step.setup.attention], step.heads_at_once, shape.head_dim)
+    return notes + ([limit[1]] if limit is not None and step.seq_len >= limit[0] else [])
 
 
 def _shape(model: str) -> Shape:
@@ -214,7 +220,8 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     sharded = several and stage == 3 and not moved and not quantised  # by FSDP2
     liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
     four_bits = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
-    loaded = f'{json.dumps(path)}, attn_implementation="flash_attention_2"'
+    loaded = f'{json.dumps(path)}, attn_implementation="{LOADED[setup.attention]}"'
+    applied = setup.tiles or setup.attention == "varlen"
     loaded += ", dtype=torch.float32" if sharded and setup.full else ""
     loaded += ", quantization_config=four_bits" if quantised else ""
     tiled = "".join(f", {name}={value!r}" for name, value in memory.apply_options(setup).items()).replace("'", '"')
@@ -226,7 +233,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     lines = (
         (several, f"# torchrun{nodes} --nproc-per-node {each} this_script.py"),
         (several or quantised, "import torch"),
-        (setup.tiles or setup.shared_tokens, "import seqtile"),
+        (applied or setup.shared_tokens, "import seqtile"),
         (on_host, "from seqtile import offload"),
         (shared_by > 1, "from seqtile import sp"),
         (not setup.full, "from peft import LoraConfig, get_peft_model"),
@@ -238,7 +245,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (quantised, f"four_bits = BitsAndBytesConfig({four_bits}, bnb_4bit_use_double_quant=True)"),
         (True, f"model = AutoModelForCausalLM.from_pretrained({loaded}).train()"),
         (not setup.full, f"model = get_peft_model(model, {adapters})"),
-        (setup.tiles, f"seqtile.apply_seqtile(model{tiled})"),
+        (applied, f"seqtile.apply_seqtile(model{tiled})"),
         (setup.shared_tokens, f"seqtile.share_prefixes(model{least})"),
         (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}), batches="whole")'),
         (moved, f"# DeepSpeed's ZeRO-{max(stage, 1)} with {' and '.join(moved)} offloaded to the CPU"),
@@ -274,6 +281,7 @@ def features(setup: Setup) -> dict[str, Any]:
         "offloaded_activations": "activations" in setup.offload,
         "head_groups": setup.head_groups,
         "liger": setup.liger,
+        "attention": setup.attention,
     }
 
 
@@ -310,23 +318,28 @@ def title_of(forecast: PlanResult) -> str:
 def simulated_table(lengths: dict[str, int]) -> Table:
     columns = ("tiled", Column("tokens", justify="right", no_wrap=True))
     table = Table(*columns, title="Longest sequence, predicted by a simulation")
-    table.caption = "On one GPU, every layer checkpointed."
+    table.caption = "On one GPU, every layer checkpointed, FlashAttention."
     for tiled, tokens in lengths.items():
         table.add_row(tiled, f"{tokens:,}")
     return table
 
 
 def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table:
-    columns = [Column(name, justify="center") for name in ("loss", "MLP", "layer", "share", "host", "groups", "Liger")]
+    named = ("loss", "MLP", "layer", "share", "host", "groups", "Liger", "attention")
+    named = named if len({setup.attention for setup, _ in lengths}) > 1 else named[:-1]
+    columns = [Column(name, justify="center") for name in named]
     columns += [Column("tokens", justify="right", no_wrap=True), Column("bound by")]
-    table = Table(*columns, title="Longest sequence, predicted, every layer checkpointed")
+    said = planned.attention if "attention" not in named else "as below"
+    title = f"Longest sequence, predicted, every layer checkpointed; {planned.rows} rows, attention: {said}"
+    table = Table(*columns, title=title)
     table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"
     table.caption += " Liger: its norms."
     fitting = [row for row in lengths if row[1].tokens]
     if len(fitting) < len(lengths):
         table.caption += f"\nNothing fits in the {len(lengths) - len(fitting)} setups that are left out."
     for setup, longest in fitting:
-        cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
+        values = list(features(setup).values())[: len(named)]
+        cells = ["x" if value is True else f"{value or ''}" for value in values]
         mark = "* " if setup == planned else ""  # of the step that the next table has
         table.add_row(*cells, f"{mark}{longest.tokens:,}", longest.bound.removeprefix("GPU memory: "))
     return table

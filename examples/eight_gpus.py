@@ -36,7 +36,7 @@ arguments = TrainingArguments(  # before sp.initialize and the model: it starts 
 )
 ctx = sp.initialize(arguments.world_size)
 tokenizer = AutoTokenizer.from_pretrained(name)
-model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # with flash-attn: attn_implementation=...
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 
 
 def tokens(row: dict) -> dict:

@@ -1,5 +1,5 @@
 """Trains all parameters on documents of many lengths, packed into full rows in which no document sees another.
-Needs one GPU, `pip install 'trl==1.16.*' flash-attn`, and documents as JSONL.
+Needs one GPU, `pip install 'trl==1.16.*'`, and documents as JSONL.
 
 python examples/packing.py [MODEL DOCUMENTS]"""
 
@@ -22,7 +22,6 @@ on_gpu = torch.cuda.is_available()
 model = AutoModelForCausalLM.from_pretrained(
     name,
     dtype=torch.float32,  # the weights that AdamW updates; bf16 below computes in bfloat16
-    attn_implementation="flash_attention_2" if on_gpu else "sdpa",  # sdpa takes a mask of LENGTH x LENGTH
 )
 arguments = SFTConfig(
     output_dir="runs/packing",
@@ -46,7 +45,8 @@ trainer = SFTTrainer(
     arguments,
     train_dataset=dataset,
     processing_class=tokenizer,
-    callbacks=[SeqtileCallback(layer=True)],  # all of a layer but attention, in chunks
+    # All of a layer but attention, in chunks; attention document by document, without a mask of LENGTH x LENGTH.
+    callbacks=[SeqtileCallback(layer=True, attention="varlen")],
 )
 trainer.train()  # after an interruption: trainer.train(resume_from_checkpoint=True)
 print(seqtile.status(model))

@@ -44,7 +44,7 @@ SUBPACKAGES = {  # subpackage -> subpackages that it may import
     "sp": {"attention", "limits", "protocols", "renamed", "rules", "sdpa", "tensor_like", "ops"},
     "memory": {"arch", "renamed", "rules", "models", "proof"},
     "integrations": {"ops", "models", "offload", "fitting", "sp"},
-    "fitting": {"models", "offload", "memory", "renamed", "limits"},
+    "fitting": {"attention", "models", "offload", "memory", "renamed", "limits"},
     "evaluation": {"models"},
     "recipes": {
         *("fitting", "evaluation", "arch", "ops", "modules", "models", "offload", "renamed", "sp", "memory", "limits"),

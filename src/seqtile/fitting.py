@@ -183,8 +183,13 @@ def choose(
     host: bool = True,
     without: tuple[str, ...] = (),
 ) -> Fit:
-    """Returns the first features, in the order of their cost, with which a step is predicted to fit; `host`: False to
-    leave layer inputs where they are; `without`: features that are not to be turned on. ValueError, with the longest sequence that fits, if none do."""
+    """Returns the first features, in the order of their cost, with which a step is predicted to fit. ValueError, with
+    the longest sequence that fits, if none do.
+
+    Args:
+        host: False to leave layer inputs where they are.
+        without: features that are not to be turned on.
+    """
     lines, tried, step = [f"seqtile.fit, for {seq_len:,} tokens:"], [], None
     offered = [name for name, feature in FEATURES.items() if feature.words and name not in without]
     for name, setup, refusal in predictor.turned_on(base, offered, host):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from seqtile.arch import ARCHS
+from seqtile.attention.varlen import register
 from support.tiny import VOCAB
 
 HEADS = {  # architecture and shape: query heads / kv heads
@@ -20,6 +21,7 @@ HEADS = {  # architecture and shape: query heads / kv heads
     "flash 4/2": ("mistral", dict(num_key_value_heads=2, sliding_window=None)),
     "flash 2/1": ("qwen2", dict(num_attention_heads=2, num_key_value_heads=1)),
     "flex 6/3": ("qwen3", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16)),  # on a GPU no fewer
+    "varlen 4/2": ("qwen3", dict(num_key_value_heads=2)),
 }
 _ROPE = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=40)
 LONG_ROPE = _ROPE | dict(rope_type="longrope", short_factor=[1.0] * 6, long_factor=[1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -28,7 +30,7 @@ ROTARY = {  # their angles depend on the whole length, which exceeds the origina
     "long": ("phi3", _PHI3),
     "dynamic": ("llama", dict(rope_parameters=_ROPE | {"rope_type": "dynamic"}, max_position_embeddings=40)),
 }
-WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention"}
+WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention", "varlen": register("sdpa")}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
 _NAMES = ("plain", "ragged", "packed", "window", "packed, window", "padded", "padded, window", "mostly padding")
 KINDS = {kind: _WINDOW if "window" in kind else {} for kind in _NAMES}
@@ -71,6 +73,7 @@ LAYERS = (  # heads, kind of sequence, groups of heads with tiled layers; whethe
     ("flash 2/1", "mostly padding", 1, True),
     ("flex 6/3", "packed", 3, True),
     ("few 2/1", "padded", 1, True),
+    ("varlen 4/2", "packed, window", 2, True),
     ("mha 4/4", "mostly padding", 4, True),
 )
 

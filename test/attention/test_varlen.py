@@ -263,6 +263,8 @@ def test_masks_that_models_compose(kind: str, create: Callable[..., Any], given:
         found.append([out * (upstream != 0), *torch.autograd.grad(out, heads, upstream)])
     for ours, theirs in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    if isinstance(layout, varlen.BatchLayout):
+        assert layout.implementation == varlen.register("eager")
     is_read = kind not in ("holes", "a function of the model's own", "a span beyond the window")
     assert isinstance(layout, varlen.BatchLayout) == is_read
 

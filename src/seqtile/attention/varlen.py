@@ -85,9 +85,9 @@ class VarlenMasks:
         if q_length != kv_length or isinstance(q_offset, Tensor) or q_offset or given.get("kv_offset"):
             return make()
         recipe = recipe_of(given["mask_function"], given.get("attention_mask"))
-        layout = (
-            None if isinstance(recipe, str) else _layout_of(recipe, given["batch_size"], q_length, self.former, make)
-        )
+        if isinstance(recipe, str):
+            return make()
+        layout = _layout_of(recipe, given["batch_size"], q_length, VARLEN + self.former, make)
         return make() if layout is None else layout
 
 

@@ -42,11 +42,11 @@ class BatchLayout(Layout):
     """The layout of a batch for layers with one kind of mask."""
 
     def __init__(
-        self, length: int, documents: tuple[Rows, ...], former: str, recipe: MaskRecipe, mask: Callable[[], Any]
+        self, length: int, documents: tuple[Rows, ...], name: str, recipe: MaskRecipe, mask: Callable[[], Any]
     ):
         documents = _in_chunks(documents, recipe.chunk)
         same = all(row == documents[0] for row in documents)
-        super().__init__(length, documents[:1] if same else documents, VARLEN + former)
+        super().__init__(length, documents[:1] if same else documents, name)
         self.recipe = recipe
         self.has_mask = recipe.padding is not None
         self._mask = mask

@@ -46,7 +46,7 @@ GOOD = {
     "untiled": RUN,
     "tiled": RUN + PLUGIN,
     "untiled lora": RUN + LORA + "lora_mlp_kernel: false\nlora_qkv_kernel: false\nlora_o_kernel: false\n",
-    "tiled lora": RUN + LORA + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: 2\n",
+    "tiled lora": RUN + LORA + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: 2\nseqtile_attention: varlen\n",
     "tiled, shared": RUN + PLUGIN + "seqtile_share_prefixes: 8\n",
     "offload": OWN_CHECKPOINTS + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: auto\nseqtile_offload: true\n",
 }

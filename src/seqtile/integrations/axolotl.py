@@ -5,7 +5,7 @@ seqtile: true
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -42,6 +42,8 @@ class SeqtileArgs(BaseModel):
     """Also the rest of each layer except attention."""
     seqtile_head_groups: int | str | None = None
     """With seqtile_layer: the number of groups of kv heads in attention, or auto."""
+    seqtile_attention: Literal["varlen"] | None = None
+    """Compute attention without masks of length x length."""
     seqtile_offload: bool | None = None
     """Keep the layers' inputs in host memory; needs gradient_checkpointing: false."""
     seqtile_fit: bool | None = None
@@ -117,7 +119,7 @@ class SeqtilePlugin(BasePlugin):
             return
         groups = cfg.seqtile_head_groups
         groups = int(groups) if str(groups).isdecimal() else groups
-        apply_seqtile(model, layer=bool(cfg.seqtile_layer), head_groups=groups)
+        apply_seqtile(model, layer=bool(cfg.seqtile_layer), head_groups=groups, attention=cfg.seqtile_attention)
         if cfg.seqtile_offload:
             enable(unwrapped(model))
         print(status(model))

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers.trainer
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import seqtile
 from seqtile.integrations.trainer import SeqtileCallback
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, batch_of, gentle, tiled_copy
-from support.trainers import OPTIONS, assert_same_training, run
+from support.trainers import OPTIONS, Run, assert_same_training, run
 
 Rows = list[dict[str, torch.Tensor]]
 
@@ -73,6 +73,25 @@ def test_same_training(arch: str, options: dict, when: str, documents: Rows, tmp
     training.save_model(str(tmp_path / "saved"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(loaded.get_parameter(name).equal(parameter) for name, parameter in tiled.named_parameters())
+
+
+def test_documents_in_one_row_without_masks(documents: Rows, tmp_path: Path) -> None:
+    """Batches of two documents, one behind the other, told apart by positions and by cumulative lengths."""
+    untiled = gentle("llama")
+    untiled.config.use_cache = False  # with one, Hugging Face forgets the documents in the evaluation
+    tiled = copy.deepcopy(untiled)
+    rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in documents]
+    options = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "remove_unused_columns": False}
+
+    def trained(model: nn.Module, *callbacks: Any) -> Run:
+        training = trainer(model, rows, tmp_path, *callbacks, **options)
+        training.data_collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        return run(training)
+
+    theirs = trained(untiled)
+    ours = trained(tiled, SeqtileCallback(chunk_tokens=CHUNK, layer=True, attention="varlen"))
+    assert_same_training(ours, theirs)
+    assert seqtile.status(tiled).attention == "sdpa"
 
 
 def test_below_autocast(documents: Rows, tmp_path: Path) -> None:

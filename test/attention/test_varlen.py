@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaForCausalLM,
+    utils,
+)
 from transformers.masking_utils import (
     blockwise_overlay,
     causal_mask_function,
@@ -23,7 +31,7 @@ from transformers.masking_utils import (
 
 import seqtile
 from attention.cpu_kernel import kernel_on_cpu
-from seqtile.attention import segments, torch_varlen, varlen
+from seqtile.attention import backends, segments, torch_varlen, varlen
 from seqtile.attention.backends import attend, kernel_of
 from seqtile.attention.heads import rank_heads
 from seqtile.attention.layout import Layout
@@ -163,6 +171,35 @@ def test_blocks_where_the_kernel_lacks_something(options: dict[str, float]) -> N
         assert kernel_of(LocalAttention(nn.Module(), layout, heads, None, {}), q, v) == torch_varlen.NAME
         kernel = kernel_of(LocalAttention(nn.Module(), layout, heads, None, options), q, v)
     assert kernel == ("eager" if "softcap" in options else "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "options", "expected"),
+    [
+        ({2, 3}, 9, {}, "flash_attention_3"),
+        ({2, 3}, 8, {}, "flash_attention_2"),
+        ({2, 3}, 9, {"dropout": 0.1}, "flash_attention_2"),
+        ({2, 3, 4}, 10, {"scaling": 0.5}, "flash_attention_4"),
+        ({2}, 9, {"s_aux": torch.zeros(4)}, torch_varlen.NAME),
+        (set(), 9, {}, torch_varlen.NAME),
+        ({2}, 7, {}, torch_varlen.NAME),
+    ],
+)
+def test_the_order_on_a_gpu(
+    installed: set[int], capability: int, options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's latest release for the GPU that has what the call needs, then torch's kernel."""
+    for release in (2, 3, 4):
+        name = f"is_flash_attn_{release}_available"
+        monkeypatch.setattr(utils.import_utils, name, lambda release=release: release in installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    layout = Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
+    attention = LocalAttention(nn.Module(), layout, rank_heads(0, 1, 4, 2, 60), None, options)
+    q, v = (SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, n, 60, 64), device="cuda") for n in (4, 2))
+    with kernel_on_cpu():
+        assert kernel_of(attention, q, v) == expected
+        flash = attention._replace(layout=Layout(60, layout.documents, varlen.register("flash_attention_2")))
+        assert kernel_of(flash, q, v) == "flash_attention_2", "the model's own comes first"
 
 
 @pytest.mark.parametrize("batch", ["40 documents", "padded"])
@@ -474,6 +511,21 @@ def test_documents_in_the_place_of_sdpa_over_ranks() -> None:
         whole = kernel_of(attention._replace(layout=Layout(60, (((0, 60),),), "sdpa")), q, v)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not watch.lengths and whole == "sdpa"
+
+
+@pytest.mark.parametrize(("documents", "window", "stays"), [(4, None, True), (5, None, False), (4, 9, False)])
+def test_few_documents_stay_with_cudnn(
+    documents: int, window: int | None, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over ranks, under sdpa; not where attention without masks was asked for, which keeps one output for all."""
+    monkeypatch.setattr(backends, "may_choose_cudnn", lambda name, q: name == "sdpa")
+    row = tuple((10 * i, 10 * i + 10) for i in range(documents))
+    q, _, v = random_heads(1, 10 * documents)
+    heads = rank_heads(0, 1, 4, 2, 10 * documents)
+    with kernel_on_cpu():
+        for name in ("sdpa", varlen.register("sdpa")):
+            attention = LocalAttention(nn.Module(), Layout(10 * documents, (row,), name), heads, window, {})
+            assert kernel_of(attention, q, v) == ("sdpa" if stays and name == "sdpa" else torch_varlen.NAME)
 
 
 @pytest.mark.full("10 s")

@@ -23,6 +23,8 @@ from seqtile.attention.by_lengths import by_lengths
 from seqtile.attention.by_masks import by_masks
 from seqtile.attention.layout import VARLEN
 from seqtile.attention.local import SINKS, LocalAttention, joined
+from seqtile.attention.sdpa_lengths import FEW_LENGTHS
+from seqtile.sdpa import may_choose_cudnn
 
 
 class _Flash(NamedTuple):
@@ -70,12 +72,13 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
     """Returns the name of the attention that computes queries q [B, h, rows, K] and values v [B, kv, length, Kv].
 
     That is the layout's own, with two exceptions. In the place of sdpa, documents, padding and windows are computed by
-    torch's kernel for them, where it can. The attention without masks chooses in this order: for rows that are one
+    torch's kernel for them, where it can; up to four documents stay with sdpa where that may be cuDNN, which takes half
+    the time for long ones. The attention without masks chooses in this order: for rows that are one
     document each sdpa, which needs no mask for them; FlashAttention; torch's kernel; blocks by sdpa, or by eager
     attention if the model has sinks or a soft cap of scores.
     """
     name, options = attention.layout.implementation, attention.options
-    if not name.startswith((VARLEN, "sdpa")):
+    if name != "sdpa" and not name.startswith(VARLEN):
         return name
     needs_eager = SINKS in options or bool(options.get("softcap"))
     blocks = "eager" if needs_eager else "sdpa"
@@ -83,6 +86,10 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
         return blocks
     if name != "sdpa" and (flash := _flash_of(name.removeprefix(VARLEN), options, q, v)) is not None:
         return flash
+    documents = attention.layout.documents
+    if name == "sdpa" and attention.window is None and sum(map(len, documents)) <= FEW_LENGTHS:
+        if may_choose_cudnn(name, q):
+            return name
     return torch_varlen.register() if torch_varlen.reason_against(q, v, options) is None else blocks
 
 
@@ -94,7 +101,7 @@ def _flash_of(former: str, options: dict[str, Any], q: Tensor, v: Tensor) -> str
         return None
     if "flash" in former:
         return former
-    asked = {name for name, value in options.items() if value} - {"scaling"}
+    asked = {name for name in ("dropout", "softcap") if options.get(name)} | (options.keys() & {SINKS})
     capability = torch.cuda.get_device_capability(q.device)[0]
     for flash in _FLASH:
         is_installed = getattr(utils.import_utils, flash.available, None)

@@ -1,6 +1,7 @@
 """Runs the forward of modules that cannot be fused, once per chunk.
 
-The backward runs the modules again as they were in the forward, see snapshot.py. A TorchFunctionMode that is active in
+The backward runs the modules again as they were in the forward: their attributes, children, adapters and hooks are put
+back by snapshot.py, random numbers and autocast by ops/state.py. A TorchFunctionMode that is active in
 the forward leaves the part untiled; one that is active only in the backward is an error.
 
 Weights that are computed from others, such as those of torch.func.functional_call, are computed once: every chunk gets

@@ -1,4 +1,5 @@
-"""The table of tiled parts: how each kind of module is found, judged and computed."""
+"""The table of tiled parts: how each kind of module is found, judged and computed. What users put into one is judged by
+known.py."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-"""What is tiled in a model, by which package, and what another library took back."""
+"""Reports what is tiled in a model, by which package, and what another library took back. The verdicts in forward/
+decide it."""
 
 import sys
 from collections import Counter

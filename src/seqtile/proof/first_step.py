@@ -4,10 +4,11 @@
                                            ├─ untiled, embeddings changed by one bit ─ how far rounding goes
                                            └─ tiled, in chunks of 5 tokens a row ───── the same?
 
-Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see difference.py, nothing is
-trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
-and of the embeddings' output, with check="full" of every parameter. Where the model below the head is called by itself,
-as TRL's trainers do, its last hidden states are compared in place of the loss.
+Each of the three passes begins with the random state that the user's forward finds, without dropout, and leaves it
+unchanged, see run.py. Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see
+difference.py, nothing is trained: a ValueError names the part and the parameter. Compared are the loss and the
+gradients of the small parameters and of the embeddings' output, with check="full" of every parameter. Where the model
+below the head is called by itself, as TRL's trainers do, its last hidden states are compared in place of the loss.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """Says which parts of a model are proven: by the table proven.json, or on a small model of the same class.
 
 The table lists what was proven before a release: hashes of the files that define the classes, and of their configs
-without sizes. If both hashes are listed, nothing runs. The small model does not contain what a user puts into a model,
-see known.py in models.
+without sizes; dev/models.py writes it. If both hashes are listed, nothing runs, else findings.py makes the proof. The
+small model does not contain what a user puts into a model, see known.py in models.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 A layer of Llama's shape runs a norm, attention, a norm and a gated MLP in sequence. If its modules compute only what
 their classes define, the layer is fused: `seqtile.ops.decoder_layer` computes it from its weights. Otherwise the layer
 runs in chunks around its attention, as a layer of any other shape does, see around_attention.py; the backward also
-recomputes the q, k, v and down projections.
+recomputes the q, k, v and down projections. `_verdict` decides, and says why: `seqtile.status` prints it.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     does so up to max(2048, D) tokens only, in a checkpoint too, since its kernels write a fraction of what the untiled
     layer's norms and rotary embedding do: at 0.6B's shape half the time is predicted on a GPU. With a cache,
     it computes all heads at once; if gradients may flow through the cache, it runs the modules of a Llama-shaped layer
-    in chunks. Training makes no cache, see cache.py.
+    in chunks. Training makes no cache, see without_cache.py.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
     parameters = positional_of(inner)

@@ -1,6 +1,6 @@
 """Queries, keys and values of a group of heads, chunk by chunk: norm, projections, norms of heads, rotary embedding.
 
-A group's lie side by side in one buffer [T, h + 2 kv, K].
+A group's lie side by side in one buffer [T, h + 2 kv, K]. The gradients of their weights are summed by attention.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -513,6 +513,19 @@ def test_documents_in_the_place_of_sdpa_over_ranks() -> None:
     assert not watch.lengths and whole == "sdpa"
 
 
+def test_one_width_without_a_scale() -> None:
+    """Values that are wider than keys: scores are scaled by the keys' width."""
+    heads, layout = rank_heads(0, 1, 4, 2, 60), Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
+    module = LlamaForCausalLM(AutoConfig.for_model("llama", **SIZES, **HEADS)).model.layers[0].self_attn
+    q, k, _ = random_heads(1, 60)
+    v = torch.randn(1, 2, 60, 12)
+    found = attend(LocalAttention(module, layout, heads, None, {}), q, k, v)
+    expected = attend(LocalAttention(module, layout, heads, None, {"scaling": 8**-0.5}), q, k, v)
+    torch.testing.assert_close(found, expected)
+    wider = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found[:, :20], wider.transpose(1, 2)[:, :20], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("documents", "window", "stays"), [(4, None, True), (5, None, False), (4, 9, False)])
 def test_few_documents_stay_with_cudnn(
     documents: int, window: int | None, stays: bool, monkeypatch: pytest.MonkeyPatch

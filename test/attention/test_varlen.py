@@ -40,6 +40,7 @@ from seqtile.attention.sdpa_lengths import few_lengths
 from seqtile.models.model_types import model_classes
 from seqtile.models.varlen import attention_of
 from seqtile.proof.small import small_model
+from support.measure import LiveBytes
 from support.tiny import loss_and_gradients
 from support.type_table import config_of
 
@@ -341,6 +342,26 @@ def test_work_of_packed_documents() -> None:
 
     whole = pairs(torch.arange(length)[None])
     assert whole == length**2 and pairs((torch.arange(length) % 16)[None]) <= whole / 30
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_live_bytes(implementation: str, window: int | None, small_blocks: None) -> None:
+    """Forward and backward: attention's own tensors and one block, whose mask has 1,024 elements, and its scores."""
+    length, rows = 2000, tuple(pairwise((0, *sorted((torch.randperm(1999)[:6] + 1).tolist()), 2000)))
+    module = LlamaForCausalLM(AutoConfig.for_model("llama", **SIZES, **HEADS)).model.layers[0].self_attn
+    heads, layout = rank_heads(0, 1, 4, 2, length), Layout(length, (rows,), varlen.register("sdpa"))
+    options = {"softcap": 50.0} if implementation == "eager" else {}
+    q, k, v = random_heads(1, length)
+    with LiveBytes() as memory:
+        out = attend(LocalAttention(module, layout, heads, window, options), q, k, v)
+        out.backward(torch.ones_like(out))
+    own = q.nbytes + k.nbytes + v.nbytes
+    longest = max(stop - start for start, stop in rows)
+    block = 4 * 4 * 1024 + 2 * longest * 3 * 8 * 4 * 4  # scores [4, n, m], and keys and values of a block by query head
+    # Inputs, output, their gradients, gradients of keys and values in float32; copies of padded documents.
+    assert memory.peak < 4 * own + 4 * out.nbytes + 12 * block, (memory.peak, own, block)
+    assert memory.largest <= max(q.nbytes, 4 * 4 * 4 * 1024, 4 * longest * 8 * 4), memory.largest
 
 
 def test_few_lengths_for_drawn_documents() -> None:

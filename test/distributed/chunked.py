@@ -188,7 +188,7 @@ def few_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
         checkpointing(model, reentrant)
         wrapped, optimizer = STRATEGIES[strategy](model)
         losses, gathered, whole = [], [], []
-        # declared, because an undeclared hook leaves what it hooks untiled
+        # declared, because an undeclared hook inside a part leaves the part untiled
         note = seqtile.tokenwise(partial(lambda whole, model, *_: whole.append(whole_parameters(model)), whole, model))
         for module in nn.ModuleList(layers_of(model)).modules():
             module.register_forward_pre_hook(note)

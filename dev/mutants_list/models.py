@@ -95,12 +95,12 @@ MUTANTS = (
         select="gradients_equal and granite",
     ),
     Mutant(
-        "in chunks under ZeRO-3: what is inside is gathered once a chunk",
+        "in chunks under ZeRO-3: each weight is gathered by itself, when it is read",
         "gathered",
         "setattr(module, _LEAF, _MARK)",
         "pass",
         CHUNKED,
-        select="steps_of_3 and zero3",
+        select="steps_of_3 and zero3-True",
         dist=True,
     ),
     Mutant(
@@ -337,8 +337,8 @@ MUTANTS = (
         "_reasons",
         "if not is_llamas_rotary(_rotary_of(attention)):",
         "if False:",
-        TYPES,
-        select="rotary",
+        HOLES,
+        select="replaced_rotary",
     ),
     Mutant(
         "any layer: attention is not given the whole of what a chunk was given",

@@ -188,7 +188,8 @@ def few_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
         checkpointing(model, reentrant)
         wrapped, optimizer = STRATEGIES[strategy](model)
         losses, gathered, whole = [], [], []
-        note = partial(lambda whole, model, *_: whole.append(whole_parameters(model)), whole, model)
+        # declared, because an undeclared hook inside a part leaves the part untiled
+        note = seqtile.tokenwise(partial(lambda whole, model, *_: whole.append(whole_parameters(model)), whole, model))
         for module in nn.ModuleList(layers_of(model)).modules():
             module.register_forward_pre_hook(note)
         for step in range(6):
@@ -200,6 +201,11 @@ def few_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
             gathered.append(bytes_.count)
             if step == 3:
                 whole.clear()
+        if tiled:
+            status = seqtile.status(model)
+            assert (status.layer or status.mlp).chunked == 2, status
+            read_first = [name for name, module in model.named_modules() if vars(module).get("_external_params")]
+            assert not read_first, f"weights were gathered one by one, when they were read, inside of {read_first}"
         if wrapped is optimizer:
             wrapped.destroy()
         found.append((losses, gathered[4:], max(whole)))  # before that, ZeRO-3 records the order of modules

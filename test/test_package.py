@@ -141,7 +141,7 @@ def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
     source = {str(file.relative_to(ROOT / "src")) for file in (ROOT / "src").rglob("*.py*") if file.suffix != ".pyc"}
     about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     about = {f"{name}.dist-info/{part}" for part in about} | {"seqtile/py.typed"}
-    about |= {f"seqtile/models/{data}" for data in ("known_layers.txt", "proven.json")}
+    about |= {"seqtile/models/known_layers.txt", "seqtile/proof/proven.json", "seqtile/proof/proven_attention.json"}
     assert files.keys() == source | about and "seqtile/__init__.pyi" in files
     assert f"\nVersion: {seqtile.__version__}\n" in files[f"{name}.dist-info/METADATA"].decode()
 

@@ -19,6 +19,7 @@ from dev import models
 
 folder = Path(sys.argv.pop())
 models.PAGE, models.proven.PROVEN = folder / "page.md", folder / "proven.json"
+models.proven.PROVEN_ATTENTION = folder / "proven_attention.json"
 models.model_types, models.REAL_CONFIGS = lambda: ["llama"], []
 models.main()
 
@@ -72,9 +73,10 @@ def test_models_and_check_cuda(tmp_path: Path) -> None:
         "close": [True, True],
     }
     version = transformers.__version__
-    [(_, files)] = json.loads((tmp_path / "proven.json").read_text()).items()
-    known = json.loads((ROOT / "src" / "seqtile" / "proof" / "proven.json").read_text())[version]
-    assert files and all(set(digests.split()) <= set(known[file].split()) for file, digests in files.items())
+    for name in ("proven.json", "proven_attention.json"):
+        [(_, files)] = json.loads((tmp_path / name).read_text()).items()
+        known = json.loads((ROOT / "src" / "seqtile" / "proof" / name).read_text())[version]
+        assert files and all(set(digests.split()) <= set(known[file].split()) for file, digests in files.items())
     page = (tmp_path / "page.md").read_text()
     if f"transformers=={version}" in (ROOT / "dev" / "constraints.txt").read_text():
         [row] = re.findall(r"^\| `llama` .*", page, re.M)

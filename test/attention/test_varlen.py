@@ -1,10 +1,13 @@
 """Attention without masks computes what Hugging Face's attention computes with them, and makes none."""
 
 import copy
+import pickle
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,6 +42,7 @@ from seqtile.attention.local import LocalAttention
 from seqtile.attention.sdpa_lengths import few_lengths
 from seqtile.models.model_types import model_classes
 from seqtile.models.varlen import attention_of
+from seqtile.proof import proven
 from seqtile.proof.small import small_model
 from support.measure import LiveBytes
 from support.tiny import loss_and_gradients
@@ -85,11 +89,10 @@ def packed(documents: int, rows: int = 1) -> dict[str, Any]:
 
 
 def padded() -> dict[str, Any]:
-    """Three rows; the labels leave out the first token behind padding, which padding would predict."""
+    """Three rows; the first token behind padding is predicted from padding."""
     ids, mask = torch.randint(1, VOCAB, (3, LENGTH)), torch.ones(3, LENGTH, dtype=torch.long)
     mask[0, : int(torch.randint(1, 60, ()))] = mask[1, int(torch.randint(80, LENGTH, ())) :] = 0
-    read = mask.bool() & mask.roll(1, 1).bool()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(read, -100), "use_cache": False}
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), -100), "use_cache": False}
 
 
 BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -150,7 +153,7 @@ def test_equals_masks(small_blocks: None, name: str, batch: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "deepseek_v3"])
 def test_by_torchs_kernel(name: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call a layer and group of heads, also with sinks and unequal widths of heads."""
-    model, inputs = built(name), BATCHES[batch]()
+    model, inputs = built(name, "eager" if name == "gpt_oss" else "sdpa"), BATCHES[batch]()
     groups = None if name in ("gpt_oss", "deepseek_v3") else 2 if batch == "padded" else "auto"
     other, calls = tiled(model, layer=True, head_groups=groups, chunk_tokens=64), []
     kernel = torch_varlen.torch_varlen
@@ -253,6 +256,11 @@ def random_heads(rows: int, length: int) -> list[Tensor]:
     return [torch.randn(rows, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
 
 
+def offset(positions: Tensor) -> Tensor:
+    """The same documents, of which one does not begin at 0."""
+    return positions + 7 * (positions == torch.arange(positions.shape[-1])).logical_not()
+
+
 def mask_cases() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     spans = torch.full((2, 60), -1)
     spans[0, 5:14], spans[1, 23:41] = 0, 3
@@ -265,6 +273,13 @@ def mask_cases() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     yield "spans, window", create_sliding_window_causal_mask, {"block_sequence_ids": spans}
     yield "a span beyond the window", create_sliding_window_causal_mask, {"block_sequence_ids": torch.zeros_like(spans)}
     yield "chunks, packed", create_chunked_causal_mask, {"position_ids": positions_of(3, 60).expand(2, -1)}
+    yield (
+        "chunks, packed from another position",
+        create_chunked_causal_mask,
+        {"position_ids": offset(positions_of(3, 60)).expand(2, -1)},
+    )
+    by_position = {"or_mask_function": blockwise_overlay(spans), "position_ids": positions_of(3, 60).expand(2, -1)}
+    yield "spans that are looked up by positions", create_sliding_window_causal_mask, by_position
     left = torch.ones(2, 60, dtype=torch.long)
     left[0, :13] = 0
     yield "chunks, padded", create_chunked_causal_mask, {"attention_mask": left}
@@ -303,7 +318,13 @@ def test_masks_that_models_compose(kind: str, create: Callable[..., Any], given:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if isinstance(layout, varlen.BatchLayout):
         assert layout.implementation == varlen.register("eager")
-    is_read = kind not in ("holes", "a function of the model's own", "a span beyond the window")
+    by_masks = (
+        "holes",
+        "a function of the model's own",
+        "a span beyond the window",
+        "spans that are looked up by positions",
+    )
+    is_read = kind not in by_masks
     assert isinstance(layout, varlen.BatchLayout) == is_read
 
 
@@ -327,6 +348,83 @@ def test_lengths_without_positions() -> None:
     assert not torch.allclose(found, other(**ids).logits)
     last = slice(edges[-2], None)  # attention is relative: a document's logits do not depend on where it begins
     torch.testing.assert_close(found[:, last], expected[:, last], rtol=1e-4, atol=1e-4)
+
+
+def test_lengths_of_several_rows() -> None:
+    """Cumulative lengths run over all rows; where a row ends a document ends."""
+    model, ids = tiled(built("llama"), mlp=False, loss=False), torch.randint(1, VOCAB, (2, 30))
+    told = {"cu_seq_lens_q": torch.tensor([0, 10, 30, 35, 50], dtype=torch.int32)}
+    found = model(ids, use_cache=False, **told).logits
+    for row, edges in enumerate(((0, 10, 30), (0, 5, 20, 30))):
+        for start, stop in pairwise(edges):  # rotary attention does not see where a document begins
+            alone = model(ids[row : row + 1, start:stop], use_cache=False).logits
+            torch.testing.assert_close(found[row : row + 1, start:stop], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_lengths_keep_spans() -> None:
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS)
+    config._attn_implementation = varlen.register("sdpa")
+    spans = torch.full((1, 60), -1)
+    spans[:, 5:14] = 0
+    asked = {"config": config, "inputs_embeds": torch.empty(1, 60, 32), "attention_mask": None, "past_key_values": None}
+    layout = create_causal_mask(**asked, position_ids=None, block_sequence_ids=spans)
+    told = layout.with_lengths(torch.tensor([0, 20, 60]))
+    assert told.documents == (((0, 20), (20, 60)),) and told.spans == ((((5, 14),),),) * 2
+
+
+def test_a_custom_attention_is_refused_and_weights_in_the_config() -> None:
+    AttentionInterface.register("a users own", lambda *given, **options: None)
+    model = built("llama", "sdpa")
+    model.set_attn_implementation("a users own")
+    with pytest.raises(ValueError, match="it is 'a users own', which is not Hugging Face's"):
+        seqtile.apply_seqtile(model, attention="varlen")
+    other = built("llama", output_attentions=True)
+    with pytest.raises(ValueError, match="its config asks for the weights of attention"):
+        seqtile.apply_seqtile(other, attention="varlen")
+
+
+def test_pickled_it_is_the_former(tmp_path: Any) -> None:
+    """So that any process can load the model; a copy in this process has it."""
+    model = built("llama", "sdpa")
+    seqtile.apply_seqtile(model, attention="varlen")
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert attention_of(loaded) == "sdpa" and type(loaded.config._attn_implementation) is str
+    assert attention_of(pickle.loads(pickle.dumps(model))) == "sdpa"
+    assert attention_of(copy.deepcopy(model)) == varlen.register("sdpa") == attention_of(model)
+
+
+def test_masks_made_in_advance() -> None:
+    """A static cache with a window, and padding: `generate` makes masks before the model's forward."""
+    model = built("mistral", "sdpa", sliding_window=8).eval()
+    ids = torch.randint(1, VOCAB, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    asked = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    asked |= {"disable_compile": True}
+    expected = model.generate(ids, **asked)
+    assert torch.equal(tiled(model).eval().generate(ids, **asked), expected)
+
+
+def test_classes_and_models() -> None:
+    """A model of tiled classes can have it by itself, also proven anew; the classes' restore leaves it that."""
+    proven._attention_proof_of.cache_clear()
+    try:
+        seqtile.apply_seqtile_to_llama(attention="varlen", check=False)
+        first, own = built("llama", "sdpa"), built("llama", "sdpa")
+        own(**packed(3)), first(**packed(3))
+        with patch.object(proven, "PROVEN_ATTENTION", proven.PROVEN.with_name("none.json")):
+            with patch.object(proven, "_proven", lambda table: {}):
+                seqtile.apply_seqtile(own, attention="varlen", mlp=False, loss=False, check=False)
+        seqtile.apply_seqtile_to_llama(attention="varlen", layer=True, check=False)
+        assert attention_of(first) == attention_of(own) == varlen.register("sdpa")
+    finally:
+        seqtile.restore("llama")
+        proven._attention_proof_of.cache_clear()
+    assert attention_of(first) == "sdpa" and attention_of(own) == varlen.register("sdpa")
+    of_its_config = LlamaForCausalLM(own.config)
+    seqtile.restore(of_its_config)
+    assert attention_of(of_its_config) == "sdpa"
 
 
 def test_work_of_packed_documents() -> None:
@@ -468,7 +566,8 @@ def test_the_first_step_compares_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("deepseek_v32", "of packed rows it fails without masks"),
     ],
 )
-def test_is_refused_by_name(name: str, why: str) -> None:
+def test_is_refused_by_name(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)  # another test's stand-in
     model = small_model(model_classes(name)[0], config_of(name))
     before = attention_of(model)
     with pytest.raises(ValueError, match=rf'attention="varlen".*{why}.*leave attention out'):

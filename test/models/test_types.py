@@ -272,7 +272,7 @@ def test_what_was_proven_holds_for_other_sizes_alone(runs: list[object], changes
 
 def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
-    assert proven.digest(model.config) not in proven._proven()[proven.fingerprint(modeling_llama.__name__)]
+    assert proven.digest(model.config) not in proven._proven(proven.PROVEN)[proven.fingerprint(modeling_llama.__name__)]
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=findings.CHUNK)
     assert "left untiled" not in str(seqtile.status(model))
     monkeypatch.setattr(findings, "_compare_part", lambda *_: (None, "it differs"))
@@ -288,7 +288,7 @@ def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytes
     model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
     monkeypatch.setattr(proven, "_proof_of", lambda *_: "IndexError: too small")
     if not known:
-        monkeypatch.setattr(proven, "_proven", dict)
+        monkeypatch.setattr(proven, "_proven", lambda table: {})
     seqtile.apply_seqtile(model, chunk_tokens=findings.CHUNK)
     assert ("left untiled: it could not be proven on a small model" in str(seqtile.status(model))) is not known
 

@@ -82,6 +82,8 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
         return name
     needs_eager = SINKS in options or bool(options.get("softcap"))
     blocks = "eager" if needs_eager else "sdpa"
+    if name == VARLEN + "eager" and attention.has_padding_in_front and SINKS not in options:
+        return "eager"  # gives padding the mean of its row
     if attention.spans or (attention.is_whole and not needs_eager):
         return blocks
     if name != "sdpa" and (flash := _flash_of(name.removeprefix(VARLEN), options, q, v)) is not None:

@@ -14,7 +14,7 @@ SIDE = 128  # tokens per side of a BlockMask's blocks, torch's default
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Calls flex attention with a BlockMask."""
-    key = ("block mask", attention.reach, attention.heads.rows, bool(attention.spans))
+    key = ("block mask", attention.reach, attention.heads.rows, bool(attention.spans), q.device)
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
 
 

@@ -27,7 +27,7 @@ def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Te
     documents share keys, in as many calls as needed so that no call gets more keys than a row has. Each segment is
     causal, aligned at its end."""
     (batch, heads, rows, _), layout = q.shape, attention.layout
-    tokens, key = batch * rows, ("lengths", attention.reach, attention.heads.rows)
+    tokens, key = batch * rows, ("lengths", attention.reach, attention.heads.rows, q.device)
     calls = layout.once(key, lambda: list(_packed_calls(attention, batch, q.device)))
     if not calls:
         return zeros(q, v)

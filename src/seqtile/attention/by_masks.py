@@ -23,7 +23,7 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
     by_cudnn = may_choose_cudnn(attention.kernel, q)
-    whole = _whole_length(attention) if additive and not attention.layout.implementation.startswith(VARLEN) else 0
+    whole = _whole_length(attention) if additive else 0
 
     def is_square(block: Block) -> bool:
         return not additive and block.is_square(reach)
@@ -80,7 +80,8 @@ def _whole_length(attention: LocalAttention) -> int:
     values of others, which a shifted loss reads in front of a row's first token. Waits for the device if the length is
     there."""
     layout = attention.layout
-    if not layout.has_mask or attention.sinks is not None or not any(row and row[0][0] for row in layout.documents):
+    is_eager = layout.implementation in (VARLEN + "eager", attention.kernel)
+    if not is_eager or not attention.has_padding_in_front or attention.sinks is not None:
         return 0
     return layout.length if layout.whole_length is None else int(layout.whole_length)
 

@@ -17,6 +17,8 @@ from seqtile.ops.state import Overridden
 SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a share of every softmax
 COMPUTED = ("scaling", "dropout", "softcap", SINKS)
 """The arguments of an attention call that change what is computed, besides its window."""
+SCORED = {"position_bias", "attention_bias", "alibi", "attn_bias", "rel_pos_bias"}
+"""Tensors among the arguments that change scores, by the names that Hugging Face's attentions give them."""
 UNUSED = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
 """Tensors among the arguments that change no score, and the sinks; a call with any other is not known."""
 
@@ -49,6 +51,11 @@ class LocalAttention(NamedTuple):
     def spans(self) -> tuple[Rows, ...]:
         """The spans whose tokens see each other in both directions in this layer, see `Layout`."""
         return self.layout.spans[self.window is not None]
+
+    @property
+    def has_padding_in_front(self) -> bool:
+        """True if there is padding in front of a row's first token, which a shifted loss reads."""
+        return self.layout.has_mask and any(not row or row[0][0] for row in self.layout.documents)
 
     def of_heads(self, heads: slice) -> "LocalAttention":
         """Returns this attention with only the sinks of these heads."""

@@ -18,10 +18,10 @@ from seqtile.attention.layout import edges_of, rows_between
 OUTSIDE = "seqtile_masks_outside"
 """The attention's name while code outside the text model runs."""
 _TWO_WAYS, _WINDOW, _DOCUMENTS = "blockwise_overlay", "sliding_window_overlay", "packed_sequence_mask_function"
-_CHUNKS = "chunked_overlay"
+_CHUNKS, _POSITIONS = "chunked_overlay", "remap_positions_for_packed_sequence"
 _CAUSAL = {"causal_mask_function", "and_masks", "or_masks", "padding_mask_function"}
-_CAUSAL |= {"remap_positions_for_packed_sequence", "add_offsets_to_mask_function"}
-_CAUSAL |= {"packed_sequence_compatibility_function", _TWO_WAYS, _WINDOW, _DOCUMENTS, _CHUNKS}
+_CAUSAL |= {"add_offsets_to_mask_function", "packed_sequence_compatibility_function"}
+_CAUSAL |= {_TWO_WAYS, _WINDOW, _DOCUMENTS, _CHUNKS, _POSITIONS}
 
 
 class MaskRecipe(NamedTuple):
@@ -39,7 +39,9 @@ class MaskRecipe(NamedTuple):
     window: int | None = None
     """How many keys a query sees, its own included."""
     chunk: int | None = None
-    """The length of the chunks, from a document's first token on, beyond which no query sees."""
+    """The length of the chunks of positions beyond which no query sees."""
+    positions: Tensor | None = None
+    """[B, S], from which chunks are counted; None: from a row's first token on."""
 
 
 def recipe_of(mask_function: Callable, padding: Tensor | None) -> MaskRecipe | str:
@@ -50,13 +52,18 @@ def recipe_of(mask_function: Callable, padding: Tensor | None) -> MaskRecipe | s
         name = function.__qualname__.partition(".")[0]
         if function.__module__ != "transformers.masking_utils" or name not in _CAUSAL:
             return f"{function.__module__}.{function.__qualname__}"
+        if name == _POSITIONS and any(each.__qualname__.startswith(_TWO_WAYS) for each in _functions_in(function)):
+            return "spans that are looked up by positions"  # those of a packed row: they hit other tokens
+        if name in found and name in (_TWO_WAYS, _WINDOW, _CHUNKS, _DOCUMENTS):
+            return f"two of {name}"
         found[name] = [cell.cell_contents for cell in function.__closure__ or ()]
     if causal_mask_function not in functions:
         return "a mask that is not causal"
     tensors = {name: next((x for x in held if isinstance(x, Tensor)), None) for name, held in found.items()}
     sizes = {name: next((x for x in held if isinstance(x, int)), None) for name, held in found.items()}
     spans, documents = tensors.get(_TWO_WAYS), tensors.get(_DOCUMENTS)
-    return MaskRecipe(padding, spans, mask_function, documents, sizes.get(_WINDOW), sizes.get(_CHUNKS))
+    counted = sizes.get(_WINDOW), sizes.get(_CHUNKS), tensors.get(_POSITIONS)
+    return MaskRecipe(padding, spans, mask_function, documents, *counted)
 
 
 def mask_recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:

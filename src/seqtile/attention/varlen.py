@@ -22,52 +22,71 @@ from transformers.utils import logging
 from seqtile.attention.backends import attend, kernel_of
 from seqtile.attention.heads import Rows, rank_heads
 from seqtile.attention.layout import VARLEN, Layout, edges_of, rows_between
-from seqtile.attention.local import COMPUTED, SINKS, UNUSED, LocalAttention, call_attention, in_one_dtype
+from seqtile.attention.local import COMPUTED, SCORED, SINKS, LocalAttention, call_attention, in_one_dtype
 from seqtile.attention.mask_functions import MaskRecipe, recipe_of, spans_of
 from seqtile.ops.attention_limits import attention_warning
 
 logger = logging.get_logger(__name__)
-_OF_DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 def register(former: str) -> str:
     """Registers the attention that takes the place of the attention `former` with Hugging Face; returns its name."""
-    name = VARLEN + former
+    name = Chosen(VARLEN + former)
     AttentionInterface.register(name, VarlenAttention(former))
     AttentionMaskInterface.register(name, VarlenMasks(former))
     return name
 
 
+class Chosen(str):
+    """The name of this attention in a config. A copy of the config has it, too; pickled it is the former attention's
+    name, which any process knows."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict) -> "Chosen":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[str]]:
+        return str, (self.removeprefix(VARLEN),)
+
+
 class BatchLayout(Layout):
     """The layout of a batch for layers with one kind of mask."""
+
+    ndim = 4
+    """For `generate`, which makes masks in advance: Hugging Face hands one of four dimensions back to `VarlenMasks`."""
 
     def __init__(
         self, length: int, documents: tuple[Rows, ...], name: str, recipe: MaskRecipe, mask: Callable[[], Any]
     ):
-        documents = _in_chunks(documents, recipe.chunk)
         same = all(row == documents[0] for row in documents)
         super().__init__(length, documents[:1] if same else documents, name)
+        self.shape = (len(documents), 1, length, length)
         self.recipe = recipe
         self.has_mask = recipe.padding is not None
         self._mask = mask
 
-    def mask(self) -> Any:
-        """Returns the mask that the former attention takes in the layout's place, made once."""
-        return self.once("mask", self._mask)
+    def mask(self, device: torch.device) -> Any:
+        """Returns the mask that the former attention takes in the layout's place, made once for a device."""
+        mask = self.once("mask", self._mask)
+        return self.once(("mask", device), lambda: mask.to(device)) if isinstance(mask, Tensor) else mask
 
-    def told(self, ends: Tensor) -> "BatchLayout":
-        """Returns the layout in which the documents of the one row end at `ends`, cumulative lengths from 0 on, if
-        neither positions nor a mask tell documents. One wait for the device, once."""
+    def with_lengths(self, ends: Tensor) -> "BatchLayout":
+        """Returns the layout in which documents end at `ends`, cumulative lengths of all rows from 0 on, if neither
+        positions nor a mask tell documents; else this one. One wait for the device, once."""
 
         def found() -> BatchLayout:
-            edges = ends.tolist()
-            if self.recipe.padding is not None or self.recipe.documents is not None or len(edges) <= 2:
+            edges, rows, recipe = ends.tolist(), self.shape[0], self.recipe
+            if recipe.padding is not None or recipe.documents is not None or len(edges) <= 2:
                 return self
-            edges += [self.length] if edges[-1] < self.length else []  # padding
-            documents = (tuple(pairwise(edges)),)
-            return BatchLayout(self.length, documents, self.implementation, self.recipe, self._mask)
+            edges = sorted({*edges, *(self.length * row for row in range(rows + 1))})  # behind the last is padding
+            pairs = [(start % self.length, start % self.length + stop - start) for start, stop in pairwise(edges)]
+            starts = [i for i, (start, _) in enumerate(pairs) if start == 0]
+            documents = tuple(tuple(pairs[i:j]) for i, j in pairwise([*starts, len(pairs)]))
+            layout = BatchLayout(self.length, _in_chunks(documents, recipe), self.implementation, recipe, self._mask)
+            return _with_spans(layout, self.spans[0], rows)
 
-        return self.once("told", found)
+        return self.once("with lengths", found)
 
 
 class VarlenMasks:
@@ -79,6 +98,8 @@ class VarlenMasks:
 
     @torch.compiler.disable(reason="seqtile reads where documents begin")
     def __call__(self, *, q_length: int, kv_length: int, q_offset: Any = 0, **given: Any) -> Any:
+        if isinstance(given.get("attention_mask"), BatchLayout):  # made in advance
+            return given["attention_mask"]
         former = ALL_MASK_ATTENTION_FUNCTIONS.get(self.former)
         arguments = given | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
         make = partial(former, **arguments) if former is not None else lambda: None
@@ -94,7 +115,7 @@ class VarlenMasks:
 def _layout_of(recipe: MaskRecipe, rows: int, length: int, name: str, mask: Callable[[], Any]) -> BatchLayout | None:
     """Returns the layout that a recipe describes; None for one that only a mask can. Waits for the device unless each
     row is one document."""
-    documents: tuple[Rows, ...] = (((0, length),),)
+    documents: tuple[Rows, ...] = (((0, length),),) * rows
     if (told := recipe.documents if recipe.padding is None else recipe.padding) is not None:
         places = torch.arange(length, device=told.device).expand(rows, length)
         if recipe.padding is None:
@@ -108,19 +129,31 @@ def _layout_of(recipe: MaskRecipe, rows: int, length: int, name: str, mask: Call
         spans = spans_of(recipe, recipe.window)
     except ValueError:
         return None
-    layout = BatchLayout(length, documents, name, recipe, mask)
+    layout = BatchLayout(length, _in_chunks(documents, recipe), name, recipe, mask)
+    return _with_spans(layout, spans, rows)
+
+
+def _with_spans(layout: BatchLayout, spans: tuple[Rows, ...], rows: int) -> BatchLayout:
     if spans:
         layout.documents = layout.documents * (rows // len(layout.documents))
         layout.spans = (spans, spans)
     return layout
 
 
-def _in_chunks(documents: tuple[Rows, ...], size: int | None) -> tuple[Rows, ...]:
-    """Returns documents cut into chunks of `size` tokens from their first token on."""
-    if size is None:
+def _in_chunks(documents: tuple[Rows, ...], recipe: MaskRecipe) -> tuple[Rows, ...]:
+    """Returns documents cut where a chunk of their positions ends. One wait for the device if they have positions."""
+    if (size := recipe.chunk) is None:
         return documents
-    cut = ([(at, min(at + size, stop)) for start, stop in row for at in range(start, stop, size)] for row in documents)
-    return tuple(map(tuple, cut))
+    positions = None if recipe.positions is None else recipe.positions.expand(len(documents), -1).tolist()
+    found = []
+    for i, row in enumerate(documents):
+        pieces = []
+        for start, stop in row:
+            first = 0 if positions is None else positions[i][start]  # of a padded row the first token has 0
+            edges = [start, *range(start + size - first % size, stop, size), stop]
+            pieces += pairwise(edges)
+        found.append(tuple(pieces))
+    return tuple(found)
 
 
 class VarlenAttention:
@@ -140,7 +173,7 @@ class VarlenAttention:
         if not isinstance(attention_mask, BatchLayout):
             return call_attention(self.former, module, query, key, value, attention_mask, **options)
         if self._is_unknown(module, query, key, options):
-            return call_attention(self.former, module, query, key, value, attention_mask.mask(), **options)
+            return call_attention(self.former, module, query, key, value, attention_mask.mask(query.device), **options)
         return self._compute(module, query, key, value, attention_mask, options), None
 
     @staticmethod
@@ -148,8 +181,7 @@ class VarlenAttention:
         """Returns whether a call asks for more than scores of causal attention, such as for its weights."""
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        known = _OF_DOCUMENTS | UNUSED
-        others = [name for name, value in options.items() if isinstance(value, Tensor) and name not in known]
+        others = [name for name, value in options.items() if isinstance(value, Tensor) and name in SCORED]
         wants_weights = options.get("output_attentions", getattr(module.config, "output_attentions", False))
         return bool(not causal or others or wants_weights or q.shape[2] != k.shape[2] or options.get("cache"))
 
@@ -158,7 +190,7 @@ class VarlenAttention:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout, options: dict[str, Any]
     ) -> Tensor:
         if (ends := options.get("cu_seq_lens_q")) is not None:
-            layout = layout.told(ends)
+            layout = layout.with_lengths(ends)
         numbers = q.shape[1], k.shape[1]
         heads = layout.once(("heads", numbers), lambda: rank_heads(0, 1, *numbers, layout.length))
         kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}

@@ -147,6 +147,9 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
     classes: dict[tuple, type] = {}
     if options.attention:
         choose_varlen(model)
+        for owner in (owner for patch in _CLASSES.values() for owner in patch.classes):
+            for inside in model.modules() if (at := placement_at(owner)) else ():
+                at.chosen_for.discard(inside)  # from now on it is the model's own choice
         options = replace(options, attention=None)  # chosen here, not in the first forward
     for module, part in found:
         place(module, partial(_forward_in_place_of, part, options), options, classes, part.option)
@@ -265,7 +268,8 @@ def restore(target: nn.Module | str | None = None) -> None:
         model = unwrapped(target)
         modules = list(model.modules())
         _unplace_all(modules)
-        if "attention" in vars(model).get(_ASKED, ()):
+        by_class = _CLASSES.get(model.config.model_type)
+        if by_class is None or "attention" not in by_class.parts:
             put_back(model)
         if (sharded := vars(model).get(SHARDED)) is not None:
             sharded.stop_sharing_prefixes()

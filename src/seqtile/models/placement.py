@@ -288,7 +288,8 @@ def place(
         # with its own wrapper; Trainer reads from the signature which inputs and loss arguments a model takes.
         del forward.__wrapped__
         forward.__signature__ = inspect.signature(original)
-        forward.seqtile_placement = Placement(forward, original, before, beneath, options, part)
+        chosen_for = there.chosen_for if there is not None and there is mine else WeakSet()
+        forward.seqtile_placement = Placement(forward, original, before, beneath, options, part, chosen_for)
         if owner is base:
             owner.forward = forward
         classes[key] = owner if owner is base else _own_class(base, forward, forward.seqtile_placement)

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from seqtile.attention.layout import VARLEN
 from seqtile.attention.varlen import register
 from seqtile.models.find import layers_of, text_model_of
+from seqtile.models.functions import package_of
 from seqtile.models.placement import placement_at
 from seqtile.ops.chunks import is_trial
 from seqtile.ops.state import exchanged
@@ -36,12 +37,16 @@ def kind_refusal(model: PreTrainedModel) -> str | None:
     """Says why the attention of a model, by its kind, cannot be computed without masks."""
     text, attention = _text_model_of(model), attention_of(model)
     causal = {getattr(module, "is_causal", None) for layer in layers_of(model) for module in layer.modules()} - {None}
-    is_known = attention == "eager" or attention in ALL_ATTENTION_FUNCTIONS
+    function = ALL_ATTENTION_FUNCTIONS.get(attention)
+    home = package_of(getattr(function, "function", function)) if function is not None else ""
+    is_known = attention == "eager" or home in ("transformers", "seqtile")
+    wants_weights = getattr(text.config, "output_attentions", False)
     for reason, is_so in (
         ("it has an encoder", model.config.is_encoder_decoder),
         ("it does not take its attention from AttentionInterface", not text._can_set_attn_implementation()),
         ("it is not causal", causal == {False}),
-        (f"it is {attention!r}", attention.startswith("paged|") or not is_known),
+        (f"it is {attention!r}, which is not Hugging Face's", attention.startswith("paged|") or not is_known),
+        ("its config asks for the weights of attention", wants_weights),
     ):
         if is_so:
             return reason
@@ -62,6 +67,13 @@ def choose_varlen_by_class(model: nn.Module) -> None:
     choose_varlen(model)
     if not is_trial():  # after which the configs are as they were
         chosen.add(model)
+
+
+def keep_chosen(model: nn.Module) -> None:
+    """Keeps a model's attention where its class would choose one in its first forward."""
+    for module in model.modules():
+        if (placement := placement_at(module)) is not None:
+            placement.chosen_for.add(module)
 
 
 def put_back(model: nn.Module) -> None:

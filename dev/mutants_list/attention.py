@@ -51,10 +51,18 @@ MUTANTS = (
     Mutant(
         "attention without masks: chunks are not cut",
         "_in_chunks",
-        "if size is None:",
-        "if True:",
+        "if (size := recipe.chunk) is None:",
+        "if (size := recipe.chunk) or True:",
         ("attention/test_varlen.py",),
         select="equals_masks and llama4",
+    ),
+    Mutant(
+        "attention without masks: chunks are counted from a document's first token",
+        "_in_chunks",
+        "positions[i][start]",
+        "0",
+        ("attention/test_varlen.py",),
+        select="compose",
     ),
     Mutant(
         "attention without masks: a mask with holes is taken for one without",

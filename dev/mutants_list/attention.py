@@ -60,7 +60,7 @@ MUTANTS = (
         "attention without masks: chunks are counted from a document's first token",
         "_in_chunks",
         "positions[i][start]",
-        "0",
+        "start",
         ("attention/test_varlen.py",),
         select="compose",
     ),

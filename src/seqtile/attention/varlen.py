@@ -149,7 +149,8 @@ def _in_chunks(documents: tuple[Rows, ...], recipe: MaskRecipe) -> tuple[Rows, .
     for i, row in enumerate(documents):
         pieces = []
         for start, stop in row:
-            first = 0 if positions is None else positions[i][start]  # of a padded row the first token has 0
+            first = start if positions is None else positions[i][start]
+            first = 0 if recipe.padding is not None else first  # of a padded row the first token has 0
             edges = [start, *range(start + size - first % size, stop, size), stop]
             pieces += pairwise(edges)
         found.append(tuple(pieces))

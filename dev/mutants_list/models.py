@@ -379,6 +379,22 @@ MUTANTS = (
         select="late_read",
     ),
     Mutant(
+        "lazy logits: after a read, a group of FSDP2's stays gathered",
+        "_inside_hooks.between",
+        "if begins:",
+        "if False:",
+        ("distributed/test_logits_over_ranks.py",),
+        select="after_each_read",
+    ),
+    Mutant(
+        "in chunks: what FSDP2 has gathered while modules are as in the forward is put back to a shard",
+        "Snapshot.put_back",
+        "if _is_exchanged(value, now.get(name))",
+        "if False",
+        ("models/test_changed_before_backward.py",),
+        select="gathers_meanwhile",
+    ),
+    Mutant(
         "lazy logits: read under the autocast of the reader",
         "AtForward.as_then",
         "with self._state.forward_autocast(), self._state.forward_random():",

@@ -72,6 +72,23 @@ def same_training(strategy: str, of: str, adapter: bool) -> None:
         assert relative_error(weights[name] - start[name], each) <= 1e-4, name
 
 
+def reads_and_other_weights(tiled: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Reads logits of a head in a group of FSDP2's twice in evaluation, gives the head other weights, and trains."""
+    torch.manual_seed(0)
+    model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
+    if tiled:
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    ids = batch_of(1, 90)["input_ids"]
+    wrapped, optimizer = WRAPPED["fsdp2_group"](model)
+    with torch.no_grad():
+        logits = wrapped.eval()(input_ids=ids).logits
+        found = [logits.logsumexp(-1), logits.argmax(-1)]
+        model.lm_head.weight.mul_(0.5)  # of this rank's shard
+    loss = OF["alone"](wrapped.train()(input_ids=ids).logits, None)
+    update(wrapped, optimizer, loss)
+    return [*found, loss.detach()], full(model)
+
+
 def read_on_one_rank(strategy: str) -> None:
     """The error names the missing rank within a time limit, and the other rank continues."""
     model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))

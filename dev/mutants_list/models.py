@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "loss: under ZeRO-3 the head stays whole through the backward",
-        "_cross_entropy",
+        "_in_heads_call",
         "if logits.hidden is root.hidden else",
         "if False else",
         CHUNKED,
@@ -385,6 +385,14 @@ MUTANTS = (
         "if False:",
         ("distributed/test_logits_over_ranks.py",),
         select="after_each_read",
+    ),
+    Mutant(
+        "a layer of PEFT's that FSDP2 shards by itself is unknown",
+        "class_of",
+        "or cls.__bases__[0] is FSDPModule",
+        "or False",
+        ("distributed/test_logits_over_ranks.py",),
+        select="adapter_that",
     ),
     Mutant(
         "in chunks: what FSDP2 has gathered while modules are as in the forward is put back to a shard",

@@ -26,6 +26,7 @@ def unused(model: nn.Module):
 WRAPPED = STRATEGIES | {"ddp_unused": unused}
 OF = {
     "alone": lambda logits, loss: logits[:, :-1].float().logsumexp(-1).sin().mean() + logits[:, ::3].square().mean(),
+    "apart": lambda logits, loss: OF["alone"](logits, loss),  # from the loss, which is computed, too
     "beside": lambda logits, loss: loss + logits[..., 5].tanh().mean(),
     "not trained on": lambda logits, loss: loss + logits.argmax(-1).float().mean() * 0,
 }
@@ -63,6 +64,8 @@ def same_training(strategy: str, of: str, adapter: bool) -> None:
         start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         torch.manual_seed(dist.get_rank())
         found.append(train(model, strategy, of, [batch_of(1, length) for length in LENGTHS[dist.get_rank()]]))
+        if tiled and "fsdp2" in strategy:
+            assert seqtile.status(model).loss.chunked == adapter
     (theirs, expected), (ours, weights) = found
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)

@@ -31,6 +31,13 @@ def test_same_training(pool: Pool, strategy: str, of: str, adapter: bool) -> Non
 
 
 @pytest.mark.usefixtures("one_rank", "one_thread")
+@pytest.mark.parametrize(("strategy", "of"), [("fsdp2_group", "apart"), ("fsdp2_head", "beside")])
+def test_a_head_with_an_adapter_that_fsdp2_shards(strategy: str, of: str) -> None:
+    """It is in chunks, and the weights of its group are there in the backward."""
+    logits.same_training(strategy, of, adapter=True)
+
+
+@pytest.mark.usefixtures("one_rank", "one_thread")
 def test_a_group_is_sharded_after_each_read() -> None:
     """Also where the other modules of its group run no more."""
     (theirs, expected), (ours, weights) = map(logits.reads_and_other_weights, (False, True))

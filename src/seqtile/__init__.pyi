@@ -109,7 +109,8 @@ def apply_seqtile_to_llama(
     quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs the loss
     one more product; `seqtile.status` tells which.
 
-    Raises ValueError, and changes nothing, if it cannot do what is asked, such as under another loss function.
+    Raises ValueError, and changes nothing, if it cannot do what is asked, such as under another loss function; for the
+    classes also if their default config builds no model.
     """
 
 apply_seqtile_to_cohere = apply_seqtile_to_llama

@@ -26,6 +26,7 @@ def unused(model: nn.Module):
 WRAPPED = STRATEGIES | {"ddp_unused": unused}
 OF = {
     "alone": lambda logits, loss: logits[:, :-1].float().logsumexp(-1).sin().mean() + logits[:, ::3].square().mean(),
+    "apart": lambda logits, loss: OF["alone"](logits, loss),  # from the loss, which is computed, too
     "beside": lambda logits, loss: loss + logits[..., 5].tanh().mean(),
     "not trained on": lambda logits, loss: loss + logits.argmax(-1).float().mean() * 0,
 }
@@ -63,6 +64,8 @@ def same_training(strategy: str, of: str, adapter: bool) -> None:
         start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         torch.manual_seed(dist.get_rank())
         found.append(train(model, strategy, of, [batch_of(1, length) for length in LENGTHS[dist.get_rank()]]))
+        if tiled and "fsdp2" in strategy:
+            assert seqtile.status(model).loss.chunked == adapter
     (theirs, expected), (ours, weights) = found
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
@@ -70,6 +73,23 @@ def same_training(strategy: str, of: str, adapter: bool) -> None:
     assert any(each.norm() > 0 for name, each in moved.items() if "lm_head" in name)
     for name, each in moved.items():
         assert relative_error(weights[name] - start[name], each) <= 1e-4, name
+
+
+def reads_and_other_weights(tiled: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Reads logits of a head in a group of FSDP2's twice in evaluation, gives the head other weights, and trains."""
+    torch.manual_seed(0)
+    model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
+    if tiled:
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    ids = batch_of(1, 90)["input_ids"]
+    wrapped, optimizer = WRAPPED["fsdp2_group"](model)
+    with torch.no_grad():
+        logits = wrapped.eval()(input_ids=ids).logits
+        found = [logits.logsumexp(-1), logits.argmax(-1)]
+        model.lm_head.weight.mul_(0.5)  # of this rank's shard
+    loss = OF["alone"](wrapped.train()(input_ids=ids).logits, None)
+    update(wrapped, optimizer, loss)
+    return [*found, loss.detach()], full(model)
 
 
 def read_on_one_rank(strategy: str) -> None:

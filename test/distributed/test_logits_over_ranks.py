@@ -1,9 +1,11 @@
 """A user's own loss of a tiled model's logits equals the untiled one under every data parallelism."""
 
 import pytest
+import torch
 
 from distributed import logits
 from distributed.cases import pool_of
+from support.assertions import relative_error
 from support.pool import Pool
 
 STRATEGIES = ("ddp", "ddp_unused", "fsdp2", "fsdp2_head", "fsdp2_group", "zero1", "zero2", "zero3")
@@ -26,6 +28,23 @@ each_sharded = pytest.mark.parametrize(
 )
 def test_same_training(pool: Pool, strategy: str, of: str, adapter: bool) -> None:
     pool.run(logits.same_training, strategy, of, adapter)
+
+
+@pytest.mark.usefixtures("one_rank", "one_thread")
+@pytest.mark.parametrize(("strategy", "of"), [("fsdp2_group", "apart"), ("fsdp2_head", "beside")])
+def test_a_head_with_an_adapter_that_fsdp2_shards(strategy: str, of: str) -> None:
+    """It is in chunks, and the weights of its group are there in the backward."""
+    logits.same_training(strategy, of, adapter=True)
+
+
+@pytest.mark.usefixtures("one_rank", "one_thread")
+def test_a_group_is_sharded_after_each_read() -> None:
+    """Also where the other modules of its group run no more."""
+    (theirs, expected), (ours, weights) = map(logits.reads_and_other_weights, (False, True))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    for name, weight in weights.items():
+        assert relative_error(weight, expected[name]) <= 1e-5, name
 
 
 @pytest.mark.dist

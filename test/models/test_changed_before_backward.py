@@ -11,11 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
 import seqtile
 from models.layered import assert_equal, gradients_of, tiled_copy, whole
+from seqtile.models.chunked import InChunks
 from support.assertions import relative_error
 from support.choice import every_value
 from support.tiny import CHUNK, build, checkpointing
@@ -412,3 +415,17 @@ def change_scales(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(scaling := getattr(module, "scaling", None), dict):
             scaling |= {name: 3 * scale for name, scale in scaling.items()}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_fsdp2_gathers_meanwhile_stays() -> None:
+    """FSDP2 would not gather it again."""
+    x, head = torch.randn(3, 8), nn.Linear(8, 4, bias=False)
+    expected = head(x)
+    fully_shard(head, mesh=init_device_mesh("cpu", (1,)))
+    head.unshard()
+    snapshot = InChunks(head=head).snapshot()
+    head.reshard()
+    with snapshot.put_back():
+        head.unshard()
+    torch.testing.assert_close(head(x), expected)

@@ -11,7 +11,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import dispatch_model
 from peft import PeftModel
 from peft.mixed_model import _prepare_model_for_gradient_checkpointing
@@ -44,13 +43,6 @@ from support.training import with_lora
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE_MAP = "Accelerate's device_map"
 Installed = AbstractContextManager[nn.Module]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def on_each_mlp(install: Callable[[nn.Module], object]) -> Callable[[nn.Module], Installed]:

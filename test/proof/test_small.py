@@ -57,6 +57,13 @@ def test_shared_keys(model_type: str, changes: dict) -> None:
     assert len(layers) <= 6
 
 
+@pytest.mark.parametrize(("model_type", "whole"), [("shieldgemma2", True), ("llama4", False)])
+def test_the_config_of_a_class(model_type: str, whole: bool) -> None:
+    """The whole also where a type has the class of another type; the text config where the class is of text alone."""
+    config, (cls, *_) = CONFIG_MAPPING[model_type](), model_classes(model_type)
+    assert config_for(cls, config) is (config if whole else config.text_config)
+
+
 @pytest.mark.parametrize("layers", [0, 15])
 def test_shared_keys_of_a_few_layers(layers: int) -> None:
     few = with_few_layers(Gemma4TextConfig(num_kv_shared_layers=layers))

@@ -27,6 +27,7 @@ from seqtile.models.recognise import gated_form
 from seqtile.models.sharded import unmark_leaves
 from seqtile.models.stand_in import take_off
 from seqtile.models.varlen import choose_varlen, kind_refusal, put_back
+from seqtile.proof.difference import brief
 from seqtile.proof.first_step import checked_forward
 from seqtile.proof.proven import unproven
 from seqtile.proof.small import config_for, unfilled
@@ -102,7 +103,8 @@ def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -
     quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs the loss
     one more product; `seqtile.status` tells which.
 
-    Raises ValueError, and changes nothing, if it cannot do what is asked, such as under another loss function.
+    Raises ValueError, and changes nothing, if it cannot do what is asked, such as under another loss function; for the
+    classes also if their default config builds no model.
     """
     model = None if model is None else unwrapped(model)
     if model is not None and model.config.model_type != model_type:
@@ -135,10 +137,6 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
     if model is None:
         _apply_to_classes(model_type, options)
         return
-    if options.loss:
-        place_of_head(model)
-    if options.attention and (refusal := attention_refusal(model, proof)):
-        raise ValueError(refusal)
     asked, (found, refused) = options.parts, _found(model, options, proof)
     for module, part in found:
         part.check(module, options)
@@ -171,7 +169,11 @@ def _forward_in_place_of(part: Part, options: Options, original: Callable) -> Ca
 
 def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple[nn.Module, Part]], dict[str, str]]:
     """Returns (module, part) pairs to tile, and for the rest {class name: reason}.
-    ValueError if no layer can, and they are asked for."""
+    ValueError if no layer can, if there is no head, or if attention needs masks, and they are asked for."""
+    if options.loss:
+        place_of_head(model)
+    if options.attention and (refusal := attention_refusal(model, proof)):
+        raise ValueError(refusal)
     found, refused = [], {}
     differing = proof(model)
     for part in PARTS:
@@ -206,10 +208,7 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
         for name, value in vars(sys.modules[cls.__module__]).items() if options.mlp else ():
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
-        model = unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]()))
-        if options.attention and (refusal := attention_refusal(model)):
-            raise ValueError(refusal)
-        for module, part in _found(model, options, unproven)[0]:
+        for module, part in _found(_by_default(cls, model_type), options, unproven)[0]:
             if part is LAYER:  # the number of kv heads is that of a model to come, which 1 divides
                 part.check(module, replace(options, head_groups=options.head_groups and 1))
             found |= dict.fromkeys(_names_of(type(module), cls), part)
@@ -230,6 +229,17 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
             setattr(module, name, owner)
         patch.classes.setdefault(owner, (module_name, name) if part.swapped else None)
         place(owner, partial(_forward_in_place_of, part, options), options, {}, part.option)
+
+
+def _by_default(cls: type[PreTrainedModel], model_type: str) -> PreTrainedModel:
+    """Returns the model, without weights, that a class builds from the default config of a model type."""
+    try:
+        return unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]()))
+    except Exception as error:  # Hugging Face's own code may raise anything
+        raise ValueError(
+            f"model type {model_type!r}: its default config builds no model, here no {cls.__name__}, in which the "
+            f"classes to tile could be found ({brief(error)}); build one from another config, and apply to that model"
+        ) from error
 
 
 def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from seqtile.models.functions import behind_renaming, decorated, home_of, package_of, unbound
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -149,7 +150,8 @@ def class_of(module: nn.Module) -> type:
     for cls, base in pairwise(classes_of(module)):
         same_name = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
         stands_in = same_name and placement_of(vars(cls).get("forward")) is not None
-        if not stands_in and not cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.parametrize")):
+        derived = cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.parametrize"))
+        if not (stands_in or derived or cls.__bases__[0] is FSDPModule):  # FSDP2 derives PEFT's in the module abc
             return cls
     return object
 

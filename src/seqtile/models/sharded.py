@@ -117,19 +117,24 @@ def _is_of(hook: Callable, *whose: str) -> bool:
 def _inside_hooks(module: nn.Module, function: Callable, casts: bool) -> Callable:
     """Returns `function`, called between those hooks of a module that gather, as `module(*args)` calls its forward.
     Without `casts`, FSDP2's hooks do not cast: the dtypes around `function` are not the module's own."""
-    as_called = nullcontext
-    if not casts and isinstance(module, FSDPModule):
+    as_called, to_run = nullcontext, set()
+    if isinstance(module, FSDPModule):
         state = vars(module._get_fsdp_state())
-        policy = replace(state["_mp_policy"], cast_forward_inputs=False, output_dtype=None)
-        as_called = partial(exchanged, [(state, "_mp_policy", policy)])
+        to_run = state["_modules_to_run_forward"]
+        if not casts:
+            policy = replace(state["_mp_policy"], cast_forward_inputs=False, output_dtype=None)
+            as_called = partial(exchanged, [(state, "_mp_policy", policy)])
 
     def between(*args: torch.Tensor) -> Any:
+        begins = not to_run
         for key, hook in [*module._forward_pre_hooks.items()]:
             if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, *_OF_TRIALS):
                 with as_called():
                     with_kwargs = key in module._forward_pre_hooks_with_kwargs
                     changed = hook(module, args, {}) if with_kwargs else hook(module, args)
                 args = args if changed is None else changed[0] if with_kwargs else changed
+        if begins:  # others of its group, as fully_shard([norm, head]) makes, do not run: the weights wait for none
+            to_run.intersection_update({module})
         backward = _of_a_leaf(module) if torch.is_grad_enabled() else []
         if backward:
             if not any(arg.requires_grad for arg in args):  # they run when the gradient of an input is there

@@ -88,8 +88,8 @@ class Snapshot:
         finally:
             for each in thawed:
                 each.requires_grad_()
-            for own, now, _ in reversed(changed):
-                _fill(own, now)
+            for own, now, _ in reversed(changed):  # what FSDP2 has exchanged meanwhile stays: it knows what is gathered
+                _fill(own, now | {name: value for name, value in own.items() if _is_exchanged(value, now.get(name))})
             for part, now, _ in types:
                 part.__class__ = now
 

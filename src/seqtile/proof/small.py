@@ -127,8 +127,12 @@ def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the part of a config from which a model class is built: the whole, or its text config."""
-    return config if isinstance(config, model_class.config_class) else config.get_text_config()
+    """Returns the part of a config from which a model class is built: its text config if that alone is of the class's
+    kind, else the whole."""
+    if isinstance(config, model_class.config_class):
+        return config
+    text = config.get_text_config()
+    return text if isinstance(text, model_class.config_class) else config
 
 
 def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

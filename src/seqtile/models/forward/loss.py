@@ -285,7 +285,7 @@ def _cross_entropy(
     if chunked or affine is None:
         if weight is not None or label_smoothing:
             return NotImplemented
-        total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
+        total = _chunked_losses(logits, target, ignore_index, chunk_tokens, connects=sharded and with_logits).sum()
         if reduction == "sum":
             return total
         return divided(total, (target != ignore_index).sum() if num_items is None else num_items)
@@ -299,20 +299,23 @@ def _cross_entropy(
         options |= {"class_weight": weight, "label_smoothing": label_smoothing}
         return linear_cross_entropy(hidden, matrix, target, bias=sum(biases) if biases else None, **options)
 
-    # a head in chunks has its weight gathered by its own call
-    if not sharded:
-        return of_weight(logits.hidden)
-    if not with_logits:
-        return in_own_call(head, of_weight, logits.hidden)
-    root = logits.root
+    return _in_heads_call(in_own_call, of_weight, logits, with_logits) if sharded else of_weight(logits.hidden)
+
+
+def _in_heads_call(call: Callable, compute: Callable, logits: LogitsRecipe, connects: bool) -> torch.Tensor:
+    """Returns compute(hidden states), inside `call`, which gathers the head's weights. With `connects`, the logits are
+    connected to these in the same call: one more could free the weights of a group while its backward needs them."""
+    head, root = logits.head, logits.root
+    if not connects:
+        return call(head, compute, logits.hidden)
     # ZeRO-3 keeps the head whole until each tensor that its call was given has a gradient: logits may never get one
     given = [logits.hidden] if logits.hidden is root.hidden else [logits.hidden, root.hidden]
-    loss, root.tensor = in_own_call(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)
+    loss, root.tensor = call(head, lambda *hidden: (compute(hidden[0]), connected(root, hidden[-1])), *given)
     return loss
 
 
 def _chunked_losses(
-    logits: LogitsRecipe, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
+    logits: LogitsRecipe, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None, connects: bool
 ) -> torch.Tensor:
     """Computes the loss of every token under a head that runs in chunks, ignored ones too: its logits once more in the
     backward. 4 u of all tokens."""
@@ -327,4 +330,4 @@ def _chunked_losses(
         parts = InChunks(head=logits.head)  # of weights that are gathered by now
         return call_in_chunks(losses_of, parts, hidden, targets.unsqueeze(-1), chunk_tokens=rows)
 
-    return gathered(logits.head, losses, logits.hidden, inside_call=False)
+    return _in_heads_call(partial(gathered, inside_call=False), losses, logits, connects)

@@ -39,7 +39,7 @@ demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and ti
 INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py \
 	test/models/test_liger_orders.py test/distributed/test_data_parallel.py
 # Axolotl's tests come first: one worker runs what they share, 20 s, while the other runs the rest.
-ON_OLDEST := test/integrations/test_axolotl.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
+ON_OLDEST := test/integrations/test_axolotl.py test/attention/test_varlen.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
 	test/models/test_layer_holes.py test/sp/test_documents.py test/recipes/test_resume.py \
 	test/recipes/test_save.py test/recipes/test_finetune.py::test_chats_with_adapters
 ON_OLDEST_TRL := $(addprefix test/recipes/test_,finetune.py on_ranks.py resume.py save.py)

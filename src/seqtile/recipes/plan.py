@@ -15,6 +15,7 @@ from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, setup_of
 from seqtile.memory.shape import NoFormula
+from seqtile.memory.squares import makes_squares
 from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
 
 ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
@@ -220,7 +221,9 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     sharded = several and stage == 3 and not moved and not quantised  # by FSDP2
     liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
     four_bits = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
-    loaded = f'{json.dumps(path)}, attn_implementation="{LOADED[setup.attention]}"'
+    by_flash = setup.attention == "flash" and makes_squares(plan.shape, replace(setup, attention="sdpa"))
+    name = LOADED[setup.attention] if by_flash or setup.attention == "eager" else "sdpa"  # by FlashAttention, too
+    loaded = json.dumps(path) + (f', attn_implementation="{name}"' if name != "sdpa" else "")
     applied = setup.tiles or setup.attention == "varlen"
     loaded += ", dtype=torch.float32" if sharded and setup.full else ""
     loaded += ", quantization_config=four_bits" if quantised else ""

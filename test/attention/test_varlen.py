@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -233,6 +234,23 @@ def test_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         (loss, _), (found, _) = (loss_and_gradients(each, **inputs) for each in (model, tiled(model, loss=False)))
     assert abs(found - truth) <= 2 * abs(loss - truth) + 1e-3
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_with_lora(inside: bool) -> None:
+    """Before and after PEFT's wrapper."""
+    model, inputs = built("llama", "sdpa"), packed(7)
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
+    plain = get_peft_model(copy.deepcopy(model), adapters)
+    if inside:
+        seqtile.apply_seqtile(model, attention="varlen", layer=True, chunk_tokens=64)
+    other = get_peft_model(model, adapters)
+    if not inside:
+        seqtile.apply_seqtile(other, attention="varlen", layer=True, chunk_tokens=64)
+    other.load_state_dict(plain.state_dict())
+    assert_same(plain, other, inputs)
+    seqtile.restore(other)
+    assert attention_of(model) == "sdpa"
 
 
 def test_dropout_is_the_same_in_a_recomputation() -> None:

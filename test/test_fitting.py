@@ -3,11 +3,12 @@ changes."""
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import seqtile
 from seqtile import fitting, memory
@@ -212,3 +213,25 @@ def test_memory_at_hand() -> None:
     found = seqtile.fit(build("llama", "cuda"), seq_len=101)
     assert math.isclose(found.setup.gpu_memory_gib, 0.8 * min(total, free + 2**30) / 2**30, abs_tol=0.5)
     del kept
+
+
+def test_groups_of_heads_where_documents_keep_copies() -> None:
+    """What attention without masks refuses by "auto" is not planned: padded rows, and documents in float32."""
+    packed = memory.Setup(gpu_memory_gib=24, rows="packed", attention="varlen", tiles=memory.TILES, head_groups="auto")
+    formula = formula_of(LLAMA_8B)
+    assert formula.refusal("groups", packed, packed) is None
+    for changes in ({"rows": "padded"}, {"dtype": "float32"}):
+        setup = replace(packed, **changes)
+        assert "would be computed once more" in formula.refusal("groups", setup, setup)
+        with pytest.raises(ValueError, match="head_groups: expected a number, or attention other than varlen"):
+            formula.predict(setup, 1000, 1)
+
+
+def test_types_that_are_simulated_take_attention_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks and scores are not simulated."""
+    config = AutoConfig.for_model("cohere2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=99)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    found = seqtile.fit(model, seq_len=500, rows="packed", gpu_memory_gib=8, host_memory_gib=8, dry_run=True)
+    assert found.options["attention"] == "varlen"

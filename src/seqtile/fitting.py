@@ -97,8 +97,10 @@ def fit(
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     base = setup_of(defaults | setup)
-    reason = attention_refusal(inner)
-    chosen = choose(_predictor(inner, base), base, seq_len, batch_size, without=("attention",) if reason else ())
+    without = ("attention",) if attention_refusal(inner) else ()
+    if base.rows != "plain" and base.attention in ("sdpa", "eager") and not (without or _has_formula(inner)):
+        base = replace(base, attention="varlen")  # masks and scores are not simulated
+    chosen = choose(_predictor(inner, base), base, seq_len, batch_size, without=without)
     chosen = replace(chosen, lines=(*chosen.lines, *_notes(chosen.plan, inner.config._attn_implementation)))
     if not dry_run:
         apply_seqtile(inner, **chosen.options)
@@ -158,6 +160,14 @@ def formula_of(config: Any) -> Formula:
     if formula.shape.assumed:
         raise NoFormula(f"model type {formula.shape.model_type} has no formula in seqtile.memory")
     return formula
+
+
+def _has_formula(model: nn.Module) -> bool:
+    try:
+        formula_of(model.config)
+    except NoFormula:
+        return False
+    return True
 
 
 def _predictor(model: nn.Module, setup: Setup) -> Predictor:

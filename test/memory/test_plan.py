@@ -312,7 +312,7 @@ def test_attention_without_masks_is_the_first_feature() -> None:
     given = {"offload": ("optimizer", "weights"), "gpu_memory_gib": 64}
     for setup in ({}, {"attention": "sdpa"}, {"attention": "varlen", "rows": "packed"}):
         assert len({rung.attention for rung, _ in memory.ladder(LLAMA, **given, **setup)}) == 1
-    for setup in ({"attention": "sdpa", "rows": "padded"}, {"attention": "eager"}):
+    for setup in ({"attention": "sdpa", "rows": "packed"}, {"attention": "eager"}):
         first, second, *others = memory.ladder(LLAMA, **given, **setup)
         assert (first[0].attention, second[0].attention) == (setup["attention"], "varlen")
         assert first[0].tiles == second[0].tiles == () and first[1].tokens < second[1].tokens
@@ -346,7 +346,7 @@ LAYER, TWO = {"tiles": memory.TILES}, {"gpus": 2, "sequence_parallel": 2}
         ({"attention": "ring"}, "attention: expected one of varlen, flash, sdpa, eager, got 'ring'"),
         (
             LAYER | {"head_groups": "auto", "attention": "sdpa", "rows": "packed"},
-            "head_groups: expected a number, or attention other than sdpa, got 'auto'",
+            "head_groups: expected a number, or attention other than sdpa for packed rows in bfloat16, got 'auto'",
         ),
         ({"gpus": 0}, "gpus: expected a positive int"),
         ({"gpus": 6, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 6 GPUs, got 4"),

@@ -16,7 +16,7 @@ from seqtile.memory.batch import Batch
 from seqtile.memory.layer import planned_groups
 from seqtile.memory.setup import OFFLOAD, OPTIMIZERS, TILES, Setup, expect, is_count, setup_of
 from seqtile.memory.shape import KNOWN, Shape, shape_of
-from seqtile.memory.squares import makes_squares
+from seqtile.memory.squares import keeps_copies, makes_squares
 from seqtile.memory.step import Plan, Step
 
 __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]
@@ -153,6 +153,7 @@ class Formula(Predictor):
         if setup.head_groups is not None and planned_groups(shape, setup) is None:
             return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
         again = "shared tokens" if setup.shared_tokens else "length x length" if makes_squares(shape, setup) else ""
+        again = again or (f"{setup.rows} rows in {setup.dtype}" if keeps_copies(setup) else "")
         refused = again and setup.head_groups == "auto"
         return f"attention of {again} would be computed once more" if refused else None
 
@@ -174,8 +175,9 @@ class Formula(Predictor):
             expect("batch_size", batch_size > 1, "2 or more sequences, which begin with shared_tokens", batch_size)
             asked = "a number, since attention of shared tokens by groups is computed once more in the backward"
             expect("head_groups", setup.head_groups != "auto", asked, setup.head_groups)
-        squares = setup.head_groups == "auto" and makes_squares(shape, setup)
-        expect("head_groups", not squares, f"a number, or attention other than {setup.attention}", setup.head_groups)
+        is_repeated = setup.head_groups == "auto" and (makes_squares(shape, setup) or keeps_copies(setup))
+        asked = f"a number, or attention other than {setup.attention} for {setup.rows} rows in {setup.dtype}"
+        expect("head_groups", not is_repeated, asked, setup.head_groups)
         expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
         setup = replace(setup, accumulate=setup.accumulate and not self.evaluate)
         step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))

@@ -35,6 +35,13 @@ def makes_squares(shape: Shape, setup: Setup) -> bool:
     return alone and (setup.attention == "eager" or (setup.attention == "sdpa" and masked))
 
 
+def keeps_copies(setup: Setup) -> bool:
+    """Returns whether attention without masks keeps copies for its backward: of padded rows, or in float32 of each
+    document's output."""
+    is_float32 = setup.dtype == "float32" and not setup.autocast
+    return setup.attention == "varlen" and (setup.rows == "padded" or (setup.rows == "packed" and is_float32))
+
+
 def squares_of(shape: Shape, setup: Setup, batch: Batch) -> Squares:
     """Returns the bytes of these tensors.
 

@@ -20,7 +20,7 @@ import transformers
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.proof import proven
-from seqtile.proof.attention import attention_refusal
+from seqtile.proof.attention import why_masks_are_needed
 from seqtile.proof.findings import Finding
 from seqtile.proof.small import config_of_all_kinds, small_model
 from support.real_configs import REAL_CONFIGS
@@ -105,7 +105,7 @@ def main() -> None:
         print(row(model_type, found, shared[model_type], varlen[model_type]), flush=True)
         digest = proven.digest(config_of_all_kinds(model_class, config_of(model_type, said)))
         proofs += [(one.cls.__module__, digest, not one.refusal) for one in found]
-        is_right = attention_refusal(model) is None
+        is_right = why_masks_are_needed(model) is None
         proofs_of_attention += [(home, digest, is_right) for home in proven.own_homes(model)]
         for one in found:
             if one.refusal:

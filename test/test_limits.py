@@ -9,6 +9,7 @@ import torch
 
 import seqtile
 from seqtile import fitting, limits, memory
+from seqtile.attention import backends
 from seqtile.limits import flash_limit, mask_limit
 from seqtile.models import status as model_status
 from seqtile.models.forward import attention_masks
@@ -36,7 +37,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What tiled layers and sequence parallelism warn of."""
     found: list[str] = []
-    for room in (attention_masks, sp_attention):
+    for room in (attention_masks, backends):
         monkeypatch.setattr(room.logger, "warning_once", found.append)
     return found
 

@@ -89,7 +89,7 @@ def fit(
     """
     inner = unwrapped(model)
     defaults = {"dtype": str(inner.dtype).removeprefix("torch.")}
-    defaults["attention"] = attention_of(inner)
+    defaults["attention"] = planned_attention(inner)
     defaults["gpu_memory_gib"] = room(gpu_memory_gib or gpu_memory_at_hand(), margin)
     defaults["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     if lora_ranks := [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]:
@@ -119,7 +119,7 @@ def _notes(plan: Plan | None, attention: str) -> list[str]:
     return [f"  note: {limit[1]}"] if limit and plan.seq_len >= limit[0] else []
 
 
-def attention_of(model: nn.Module) -> str:
+def planned_attention(model: nn.Module) -> str:
     """Returns the name that plans have for the attention of a Hugging Face model; "flash" for any without masks."""
     name = model.config._attn_implementation
     return "varlen" if name.startswith(VARLEN) else name if name in ("sdpa", "eager") else "flash"

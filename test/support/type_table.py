@@ -14,7 +14,7 @@ import seqtile
 from seqtile.attention import segments
 from seqtile.models.model_types import model_classes
 from seqtile.proof import findings
-from seqtile.proof.attention import LENGTH, attention_refusal, packed_and_padded
+from seqtile.proof.attention import LENGTH, packed_and_padded, why_masks_are_needed
 from seqtile.proof.findings import Finding
 from seqtile.proof.small import WORDS, small_model
 from support.tiny import loss_and_gradients
@@ -80,7 +80,7 @@ class _Squares(TorchDispatchMode):
 def varlen_of(model: PreTrainedModel) -> str:
     """Returns whether a small model computes attention without masks: "yes", "with masks" (the same, but other code of
     its makes a tensor of length x length), or "refused"."""
-    if attention_refusal(model) is not None:
+    if why_masks_are_needed(model) is not None:
         return "refused"
     model = copy.deepcopy(model)
     seqtile.apply_seqtile(model, attention="varlen", mlp=False, loss=False, check=False)

@@ -16,15 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils, utils
+from transformers.utils import logging
 
 from seqtile.attention import torch_varlen
 from seqtile.attention.by_block_mask import by_block_mask
 from seqtile.attention.by_lengths import by_lengths
 from seqtile.attention.by_masks import by_masks
-from seqtile.attention.layout import VARLEN
+from seqtile.attention.layout import VARLEN, Layout
 from seqtile.attention.local import SINKS, LocalAttention, joined
 from seqtile.attention.sdpa_lengths import FEW_LENGTHS
+from seqtile.ops.attention_limits import attention_warning
 from seqtile.sdpa import may_choose_cudnn
+
+logger = logging.get_logger(__name__)
 
 
 class _Flash(NamedTuple):
@@ -49,7 +53,7 @@ _FLASH = (
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Computes attention from this rank's queries q [B, h, rows, K] to k and v [B, kv, length, K]: [B, rows, h, K].
 
-    Outputs of padding are zeros.
+    Outputs of padding are zeros, unless an eager attention gives padding in front of a row the mean of its values.
     """
     attention, width = attention._replace(kernel=kernel_of(attention, q, v)), v.shape[3]
     if attention.kernel == "sdpa" and width != q.shape[3] and attention.layout.implementation != "sdpa":
@@ -73,9 +77,9 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
 
     That is the layout's own, with two exceptions. In the place of sdpa, documents, padding and windows are computed by
     torch's kernel for them, where it can; up to four documents stay with sdpa where that may be cuDNN, which takes half
-    the time for long ones. The attention without masks chooses in this order: for rows that are one
-    document each sdpa, which needs no mask for them; FlashAttention; torch's kernel; blocks by sdpa, or by eager
-    attention if the model has sinks or a soft cap of scores.
+    the time for long ones. The attention without masks chooses in this order: for rows that are one document each sdpa,
+    which needs no mask for them; FlashAttention; torch's kernel; blocks by sdpa, or by eager attention if the model has
+    sinks or a soft cap of scores.
     """
     name, options = attention.layout.implementation, attention.options
     if name != "sdpa" and not name.startswith(VARLEN):
@@ -93,6 +97,13 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
         if may_choose_cudnn(name, q):
             return name
     return torch_varlen.register() if torch_varlen.reason_against(q, v, options) is None else blocks
+
+
+def warn_of_limits(name: str, layout: Layout, q: Tensor) -> None:
+    """Warns once if a document is longer than the attention of this name computes in the installed releases."""
+    longest = max((stop - start for row in layout.documents for start, stop in row), default=0)
+    if (said := attention_warning(name, q, None, longest)) is not None:
+        logger.warning_once(said)
 
 
 def _flash_of(former: str, options: dict[str, Any], q: Tensor, v: Tensor) -> str | None:

@@ -18,7 +18,7 @@ SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a sha
 COMPUTED = ("scaling", "dropout", "softcap", SINKS)
 """The arguments of an attention call that change what is computed, besides its window."""
 SCORED = {"position_bias", "attention_bias", "alibi", "attn_bias", "rel_pos_bias"}
-"""Tensors among the arguments that change scores, by the names that Hugging Face's attentions give them."""
+"""Tensors among the arguments that change scores: position_bias and alibi in Hugging Face's models, and usual names."""
 UNUSED = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
 """Tensors among the arguments that change no score, and the sinks; a call with any other is not known."""
 

@@ -41,7 +41,7 @@ class MaskRecipe(NamedTuple):
     chunk: int | None = None
     """The length of the chunks of positions beyond which no query sees."""
     positions: Tensor | None = None
-    """[B, S], by which chunks are counted; None: by places in a row, as transformers before 5.18 does."""
+    """[B, S], by which chunks are counted; None: by places in a row, as transformers 5.16 does."""
 
 
 def recipe_of(mask_function: Callable, padding: Tensor | None) -> MaskRecipe | str:
@@ -63,7 +63,7 @@ def recipe_of(mask_function: Callable, padding: Tensor | None) -> MaskRecipe | s
     sizes = {name: next((x for x in held if isinstance(x, int)), None) for name, held in found.items()}
     spans, documents = tensors.get(_TWO_WAYS), tensors.get(_DOCUMENTS)
     if spans is not None and documents is not None and functions[0].__qualname__.startswith("or_masks"):
-        return "spans that reach into other documents"  # before transformers 5.18
+        return "spans that reach into other documents"  # in transformers 5.16
     counted = sizes.get(_WINDOW), sizes.get(_CHUNKS), tensors.get(_POSITIONS)
     return MaskRecipe(padding, spans, mask_function, documents, *counted)
 

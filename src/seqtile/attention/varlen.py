@@ -17,16 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.utils import logging
 
-from seqtile.attention.backends import attend, kernel_of
+from seqtile.attention.backends import attend, kernel_of, warn_of_limits
 from seqtile.attention.heads import Rows, rank_heads
 from seqtile.attention.layout import VARLEN, Layout, edges_of, rows_between
 from seqtile.attention.local import COMPUTED, SCORED, SINKS, LocalAttention, call_attention, in_one_dtype
 from seqtile.attention.mask_functions import MaskRecipe, recipe_of, spans_of
-from seqtile.ops.attention_limits import attention_warning
-
-logger = logging.get_logger(__name__)
 
 
 def register(former: str) -> str:
@@ -134,6 +130,7 @@ def _layout_of(recipe: MaskRecipe, rows: int, length: int, name: str, mask: Call
 
 
 def _with_spans(layout: BatchLayout, spans: tuple[Rows, ...], rows: int) -> BatchLayout:
+    """Returns the layout with spans of each row, if there are any, and then the documents of each row."""
     if spans:
         layout.documents = layout.documents * (rows // len(layout.documents))
         layout.spans = (spans, spans)
@@ -168,7 +165,8 @@ class VarlenAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """Computes [B, S, H, K] from q [B, H, S, K], k and v [B, KV, S, K], and a `BatchLayout` in the mask's place.
 
-        Queries of padding get zeros. Allocates attention's own tensors, and a copy of q, k and v for kernels that take
+        Queries of padding get zeros; in front of a row, if the former attention is eager, the mean of its values, as
+        there. Allocates attention's own tensors, and a copy of q, k and v for kernels that take
         documents of several rows, or padded ones, one after the other.
         """
         if not isinstance(attention_mask, BatchLayout):
@@ -201,12 +199,6 @@ class VarlenAttention:
                 "without sinks; leave out head_groups"
             )
         attention = LocalAttention(module, layout, heads, layout.recipe.window, kept)
-        layout.once(("limits", q.shape[1], q.requires_grad), lambda: _warn_of_limits(attention, q, v))
+        key = ("limits", q.shape[1], q.requires_grad)
+        layout.once(key, lambda: warn_of_limits(kernel_of(attention, q, v), layout, q))
         return attend(attention, *in_one_dtype(q, k, v))
-
-
-def _warn_of_limits(attention: LocalAttention, q: Tensor, v: Tensor) -> None:
-    """Warns once if a document is longer than its attention can compute in the installed releases."""
-    longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
-    if (said := attention_warning(kernel_of(attention, q, v), q, None, longest)) is not None:
-        logger.warning_once(said)

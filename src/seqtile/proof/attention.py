@@ -22,7 +22,7 @@ LENGTH = 73
 _EDGES = (0, 1, 9, 40, 60, LENGTH)
 
 
-def attention_refusal(model: PreTrainedModel) -> str | None:
+def why_masks_are_needed(model: PreTrainedModel) -> str | None:
     """Says why the attention of a small model's class must not be computed without masks: what differs. None if nothing
     does."""
     model = copy.deepcopy(model)

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from seqtile.models.known import HUGGING_FACE, is_of_library
 from seqtile.models.parts import ATTENTION, LOSS, Part
 from seqtile.models.placement import class_of, classes_of, homes_of
-from seqtile.proof.attention import attention_refusal
+from seqtile.proof.attention import why_masks_are_needed
 from seqtile.proof.difference import brief
 from seqtile.proof.findings import PROVEN_ALONE, findings
 from seqtile.proof.small import config_of_all_kinds, meaning_of_config, small_model
@@ -132,7 +132,7 @@ def _attention_proof_of(model_class: type[PreTrainedModel], key: _Key) -> str | 
     """Returns why attention must keep its masks; None if it computes the same without."""
     try:
         with _one_thread(), _disable_current_modes(), torch.device("cpu"):
-            return attention_refusal(small_model(model_class, key.config))
+            return why_masks_are_needed(small_model(model_class, key.config))
     except Exception as error:  # the model's own code may raise anything
         return f"{_UNPROVABLE}: {brief(error)}"
 

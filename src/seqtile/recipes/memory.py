@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seqtile.fitting import attention_of
+from seqtile.fitting import planned_attention
 from seqtile.memory import TILES, Setup
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def planned_setup(asked: "FinetuneOptions", trainer: "SFTTrainer", memory: dict[
     plugin = trainer.accelerator.state.deepspeed_plugin
     return Setup(
         rows=rows_of(training, trainer),
-        attention=attention_of(trainer.model),
+        attention=planned_attention(trainer.model),
         dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else weights,
         autocast=(training.bf16 or training.fp16) and weights == "float32",
         gpus=training.world_size,

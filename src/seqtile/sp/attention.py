@@ -11,18 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.utils import logging
 
-from seqtile.attention.backends import attend, check
+from seqtile.attention.backends import attend, check, warn_of_limits
 from seqtile.attention.local import COMPUTED, SINKS, UNUSED, LocalAttention, call_attention, in_one_dtype
-from seqtile.ops.attention_limits import attention_warning
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
 from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import ALONE, device_of
 from seqtile.sp.layout import LAYOUT, ShardedLayout, layout_in
 
-logger = logging.get_logger(__name__)
 NAME = "seqtile_ulysses"
 
 
@@ -68,14 +65,9 @@ class UlyssesAttention(SequenceParallelAttention):
         return self.qkv.start(d_qkv, to_heads=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.layout.once(("limits", self.window, q.shape[1], q.requires_grad), lambda: self._warn_of_limits(q))
+        key = ("limits", self.window, q.shape[1], q.requires_grad)
+        self.layout.once(key, lambda: warn_of_limits(self.layout.implementation, self.layout, q))
         return attend(self.local, q, k, v)
-
-    def _warn_of_limits(self, q: Tensor) -> None:
-        """Warns once if a document is longer than its attention can compute in the installed releases."""
-        longest = max((stop - start for row in self.layout.documents for start, stop in row), default=0)
-        if (said := attention_warning(self.layout.implementation, q, None, longest)) is not None:
-            logger.warning_once(said)
 
     def to_tokens(self, out: Tensor) -> Tensor:
         of_queries = self.layout.all_to_all(self.q_heads, self.kv_heads, (False,))

@@ -203,7 +203,7 @@ def sp(
         length = documents[-1][1]
         layout = Layout(length, (documents,), kernel())
         layout.parents = parents
-        mine = rank_heads(rank, ranks, *heads, length)
+        mine = rank_heads(rank, ranks, *heads, ((0, length),))
         module = SimpleNamespace(config=SimpleNamespace(), training=True)
         options = {"scaling": 0.1, "dropout": 0.0} | ({"s_aux": cuda(width(mine.q), dtype=dtype)} if sinks else {})
         attention = LocalAttention(module, layout, mine, window, options)

@@ -170,7 +170,7 @@ def test_by_torchs_kernel(name: str, batch: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"softcap": 5.0}])
 def test_blocks_where_the_kernel_lacks_something(options: dict[str, float]) -> None:
-    heads = rank_heads(0, 1, 4, 2, 60)
+    heads = rank_heads(0, 1, 4, 2, ((0, 60),))
     layout = Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
     q, _, v = random_heads(1, 60)
     with kernel_on_cpu():
@@ -200,7 +200,7 @@ def test_the_order_on_a_gpu(
         monkeypatch.setattr(utils.import_utils, name, lambda release=release: release in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     layout = Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
-    attention = LocalAttention(nn.Module(), layout, rank_heads(0, 1, 4, 2, 60), None, options)
+    attention = LocalAttention(nn.Module(), layout, rank_heads(0, 1, 4, 2, ((0, 60),)), None, options)
     q, v = (SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, n, 60, 64), device="cuda") for n in (4, 2))
     with kernel_on_cpu():
         assert kernel_of(attention, q, v) == expected
@@ -463,7 +463,7 @@ def test_live_bytes(implementation: str, window: int | None, small_blocks: None)
     """Forward and backward: attention's own tensors and one block, whose mask has 1,024 elements, and its scores."""
     length, rows = 2000, tuple(pairwise((0, *sorted((torch.randperm(1999)[:6] + 1).tolist()), 2000)))
     module = LlamaForCausalLM(AutoConfig.for_model("llama", **SIZES, **HEADS)).model.layers[0].self_attn
-    heads, layout = rank_heads(0, 1, 4, 2, length), Layout(length, (rows,), varlen.register("sdpa"))
+    heads, layout = rank_heads(0, 1, 4, 2, ((0, length),)), Layout(length, (rows,), varlen.register("sdpa"))
     options = {"softcap": 50.0} if implementation == "eager" else {}
     q, k, v = random_heads(1, length)
     with LiveBytes() as memory:
@@ -635,7 +635,7 @@ def test_over_one_rank_and_chosen_while_sharded() -> None:
 
 def test_documents_in_the_place_of_sdpa_over_ranks() -> None:
     """Where torch's kernel can, it computes all documents in one call; rows that are one document go to sdpa."""
-    heads, documents = rank_heads(0, 1, 4, 2, 60), (((0, 7), (7, 21), (21, 60)),)
+    heads, documents = rank_heads(0, 1, 4, 2, ((0, 60),)), (((0, 7), (7, 21), (21, 60)),)
     config = AutoConfig.for_model("llama", **SIZES, **HEADS)
     module = LlamaForCausalLM(config).model.layers[0].self_attn
     q, k, v = random_heads(1, 60)
@@ -650,7 +650,7 @@ def test_documents_in_the_place_of_sdpa_over_ranks() -> None:
 
 def test_one_width_without_a_scale() -> None:
     """Values that are wider than keys: scores are scaled by the keys' width."""
-    heads, layout = rank_heads(0, 1, 4, 2, 60), Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
+    heads, layout = rank_heads(0, 1, 4, 2, ((0, 60),)), Layout(60, (((0, 20), (20, 60)),), varlen.register("sdpa"))
     module = LlamaForCausalLM(AutoConfig.for_model("llama", **SIZES, **HEADS)).model.layers[0].self_attn
     q, k, _ = random_heads(1, 60)
     v = torch.randn(1, 2, 60, 12)
@@ -669,7 +669,7 @@ def test_few_documents_stay_with_cudnn(
     monkeypatch.setattr(backends, "may_choose_cudnn", lambda name, q: name == "sdpa")
     row = tuple((10 * i, 10 * i + 10) for i in range(documents))
     q, _, v = random_heads(1, 10 * documents)
-    heads = rank_heads(0, 1, 4, 2, 10 * documents)
+    heads = rank_heads(0, 1, 4, 2, ((0, 10 * documents),))
     with kernel_on_cpu():
         for name in ("sdpa", varlen.register("sdpa")):
             attention = LocalAttention(nn.Module(), Layout(10 * documents, (row,), name), heads, window, {})

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqtile import sp
+from seqtile.ops.state import having
 from support.assertions import relative_error
 
+_nodes: ContextVar[int | None] = ContextVar("nodes", default=None)
 Step = tuple[Tensor, dict[str, Tensor]]
 """The loss, and every gradient."""
 
@@ -23,10 +26,20 @@ def by_first_rank(function: Callable[..., Any], *arguments: Any, **options: Any)
     return found[0]
 
 
-@cache
 def context(size: int | None = None) -> sp.SequenceParallel:
-    """Groups of `size` ranks, by default of all. Created once, because every group keeps its connections."""
-    return sp.initialize(size or dist.get_world_size())
+    """Groups of `size` ranks, by default of all, on nodes as `on_nodes` says."""
+    return _context(size or dist.get_world_size(), _nodes.get())
+
+
+@cache  # because every group keeps its connections
+def _context(size: int, per_node: int | None) -> sp.SequenceParallel:
+    return sp.initialize(size, per_node=per_node)
+
+
+def on_nodes(per_node: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls a function on ranks that pass for several nodes with so many each."""
+    with having(_nodes, per_node):
+        return function(*arguments, **options)
 
 
 def alone(backend: str) -> Iterator[sp.SequenceParallel]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import seqtile
 from seqtile import sp
 from seqtile.sp.cut import parts_of
+from seqtile.sp.nodes import Nodes
 from sp.over_ranks import assert_same_step, by_first_rank, context
 from sp.whole import by_one
 from support.tiny import VOCAB, build
@@ -54,7 +55,7 @@ def preferences() -> None:
     """The loss over packed documents, and every gradient, over ranks equal those of one process."""
     ctx, one, reference = context(), build("llama"), build("llama").requires_grad_(False)
     batch, many = packed(), copy.deepcopy(one)
-    whole = parts_of(batch, [0], 1)[0]
+    whole = parts_of(batch, [0], Nodes(1, 1))[0]
     expected = by_first_rank(by_one, dpo, one, reference, whole | {"batch_hash": None}, lambda share: share)
     for model in (many, reference):
         sp.apply_ulysses(model, ctx)

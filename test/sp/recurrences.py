@@ -18,7 +18,7 @@ from transformers.integrations import hub_kernels
 
 import seqtile
 from seqtile import sp
-from seqtile.attention.heads import rank_heads, width
+from seqtile.attention.heads import count, rank_heads, width, within
 from seqtile.sp.layout import ShardedLayout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
@@ -171,11 +171,22 @@ def sent_by(family: str, ctx: sp.SequenceParallel, itemsize: int, batch: dict) -
     here."""
     heads, groups, a_head, a_group, returned = SENT[family](ctx.size)
     rows, length = batch["input_ids"].shape
-    local = rows * -(-length // ctx.size) * itemsize
-    shares = [rank_heads(rank, ctx.size, heads, groups, length) for rank in range(ctx.size)]
-    others = [share for rank, share in enumerate(shares) if rank != ctx.rank]
-    there = [local * (width(share.q) * a_head + width(share.kv) * a_group) for share in others]
-    return [there, [local * width(shares[ctx.rank].q) * returned for _ in others]]
+    nodes, length = ctx.nodes, -(-length // ctx.size) * ctx.size
+    in_nodes = family in OF_ATTENTION and nodes.chooses_in_nodes(heads, groups)
+    shares = nodes.heads(heads, groups, length, in_nodes)
+    others = [rank for rank in range(ctx.size) if rank != ctx.rank]
+
+    def queries(holder: int, rank: int) -> int:
+        """Tokens of the holder whose queries the rank computes."""
+        return rows * sum(count(within(shares[rank].rows, *run)) for run in nodes.tokens_of(holder, length))
+
+    a_key = rows * length // ctx.size * a_group
+    there = [queries(ctx.rank, to) * width(shares[to].q) * a_head + width(shares[to].kv) * a_key for to in others]
+    back = [queries(to, ctx.rank) * width(shares[ctx.rank].q) * returned for to in others]
+    return [[itemsize * elements for elements in sizes] for sizes in (there, back)]
+
+
+OF_ATTENTION = ("gpt_oss", "deepseek_v3", "glm4_moe_lite")  # their first layer
 
 
 def delta(k_heads: int, v_heads: int, gate: int = 1) -> tuple[int, int, int, int, int]:
@@ -283,7 +294,7 @@ def halves() -> None:
     errors = {name: relative_error(x, gradients[name]) for name, x in averaged(many).items()}
     assert max(errors.values()) <= 0.1, errors
     heads, groups, a_head, a_group, _ = delta(3, 6, gate=2)  # twice as many bytes as other elements
-    share = rank_heads(1 - ctx.rank, 2, heads, groups, 96)
+    share = rank_heads(1 - ctx.rank, 2, heads, groups, ((0, 96),))
     local = 48 * 2
     assert traffic.sent[0] == local * (width(share.q) * a_head + width(share.kv) * a_group)
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqtile.sp.all_to_all import AllToAll
 from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.nodes import Nodes
 from sp.test_heads import shapes
 from support.choice import every_pair
 
@@ -51,9 +52,14 @@ def exchanged(plans: list[AllToAll], tensors: list[list[Tensor]], to_heads: bool
         return [wait() for wait in waiting]
 
 
-def plans_of(size: int, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...], local: int) -> list[AllToAll]:
-    groups = [SequenceParallel(rank, rank, size, 0, 1) for rank in range(size)]
-    return [AllToAll(group, q_heads, kv_heads, by_kv, local) for group in groups]
+def plans_of(nodes: Nodes, q_heads: int, kv_heads: int, *arguments: Any) -> list[AllToAll]:
+    groups = [SequenceParallel(rank, rank, nodes.size, 0, 1, per_node=nodes.per_node) for rank in range(nodes.size)]
+    return [AllToAll(group, q_heads, kv_heads, *arguments) for group in groups]
+
+
+def of_rank(x: Tensor, nodes: Nodes, rank: int) -> Tensor:
+    """Returns a rank's tokens of [B, heads, tokens, K]."""
+    return torch.cat([x[:, :, slice(*run)] for run in nodes.tokens_of(rank, x.shape[2])], 2)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,31 +77,44 @@ def strided(x: Tensor, kind: int) -> Tensor:
 ALL = (False, True, True)
 
 
-@example((8, 8, 1, 90), ALL, 1, (None, torch.bfloat16), 1)  # eight ranks read one kv head, each with one query head
-@example((4, 8, 2, 61), ALL, 2, (None, torch.float32), 0)
-@example((5, 7, 1, 61), ALL, 1, (None, torch.bfloat16), 0)  # by unequally many
-@example((9, 2, 1, 90), ALL, 2, (None, torch.bfloat16), 2)  # ranks share the queries of a head
+@example((8, 8, 1, 90), 1, True, ALL, 1, (None, torch.bfloat16), 1)  # eight ranks read one kv head
+@example((4, 8, 2, 61), 1, True, ALL, 2, (None, torch.float32), 0)
+@example((5, 7, 1, 61), 1, True, ALL, 1, (None, torch.bfloat16), 0)  # by unequally many
+@example((9, 2, 1, 90), 1, True, ALL, 2, (None, torch.bfloat16), 2)  # ranks share the queries of a head
+@example((2, 8, 2, 96), 2, True, ALL, 2, (None, torch.bfloat16), 0)  # two nodes of two, each with one copy of a half
+@example((4, 8, 2, 96), 4, True, ALL, 1, (None, torch.bfloat16), 1)  # ranks of a node share kv heads
+@example((4, 8, 2, 96), 2, False, ALL, 1, (None, torch.float32), 0)
+@example((3, 6, 3, 90), 3, True, ALL, 1, (None, torch.bfloat16), 2)  # a rank has tokens of both parts of its node
 @given(
     shapes(),
+    st.integers(1, 4),
+    st.booleans(),
     st.sampled_from([ALL, (False,), (True, False, False), (False, False, True)]),
     st.integers(1, 2),
     st.sampled_from([(None, torch.float32), (None, torch.bfloat16), (torch.float32, torch.bfloat16)]),
     st.integers(0, 2),
 )
 def test_what_arrives(
-    shape: tuple[int, int, int, int], by_kv: tuple[bool, ...], batch: int, dtypes: tuple, kind: int
+    shape: tuple[int, int, int, int],
+    number: int,
+    in_nodes: bool,
+    by_kv: tuple[bool, ...],
+    batch: int,
+    dtypes: tuple,
+    kind: int,
 ) -> None:
     """Each rank gets its heads of all tokens, and of its queries; on the way back each rank's tokens get the sum of
-    what ranks send."""
-    size, q_heads, kv_heads, length = shape
+    what ranks send. `number`: of nodes, each with shape[0] ranks."""
+    per_node, q_heads, kv_heads, length = shape
+    nodes, size = Nodes(number * per_node, per_node), number * per_node
     local, (wide, narrow) = -(-length // size), dtypes
     dtypes = [narrow if wide is None or is_kv else wide for is_kv in by_kv]
     counts = [kv_heads if is_kv else q_heads for is_kv in by_kv]
     widths = [3 + i for i in range(len(by_kv))]
     parts = zip(counts, widths, dtypes, strict=True)
     whole = [numbers(batch, n, local * size, k, dtype=dtype) for n, k, dtype in parts]
-    plans = plans_of(size, q_heads, kv_heads, by_kv, local)
-    shards = [[strided(x[:, :, rank * local : (rank + 1) * local], kind) for x in whole] for rank in range(size)]
+    plans = plans_of(nodes, q_heads, kv_heads, by_kv, local, in_nodes)
+    shards = [[strided(of_rank(x, nodes, rank), kind) for x in whole] for rank in range(size)]
     expected = [[part_of(x, plan, is_kv) for x, is_kv in zip(whole, by_kv, strict=True)] for plan in plans]
     for found, wanted in zip(exchanged(plans, shards, True), expected, strict=True):
         for x, y in zip(found, wanted, strict=True):
@@ -108,7 +127,7 @@ def test_what_arrives(
             part_of(total[i], plan, is_kv, add=x)
     for rank, found in enumerate(exchanged(plans, gradients, False)):
         for x, y, dtype in zip(found, total, dtypes, strict=True):
-            wanted = y[:, :, rank * local : (rank + 1) * local].to(dtype)
+            wanted = of_rank(y, nodes, rank).to(dtype)
             assert x.equal(wanted) and x.dtype == dtype and x.transpose(1, 2).is_contiguous()
 
 

@@ -10,11 +10,14 @@ from transformers import DataCollatorWithFlattening
 
 from seqtile import apply_seqtile, sp
 from seqtile.sp import cut, shards
+from seqtile.sp.nodes import Nodes
 from support.tiny import batch_of, build
 
 
 def cut_over(batch: dict, size: int) -> list[dict]:
-    return [sp.shard(dict(batch), SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
+    return [
+        sp.shard(dict(batch), SimpleNamespace(rank=rank, size=size, nodes=Nodes(size, size))) for rank in range(size)
+    ]
 
 
 def test_labels_are_shifted_before_the_cut() -> None:
@@ -49,7 +52,7 @@ def test_a_batch_is_padded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     batch, padded, function = batch_of(2, 10), [], shards._padded
     expected = cut_over(batch, 3)
     monkeypatch.setattr(shards, "_padded", lambda name, *rest: (padded.append(name), function(name, *rest))[1])
-    found = cut.parts_of(batch, range(3), 3)
+    found = cut.parts_of(batch, range(3), Nodes(3, 3))
     assert sorted(padded) == ["attention_mask", "input_ids", "labels", "position_ids", "shift_labels"]
     for part, other in zip(found, expected, strict=True):
         assert part.keys() == other.keys()
@@ -59,7 +62,7 @@ def test_a_batch_is_padded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -
 
 def test_packed_by_hugging_faces_collator() -> None:
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
-    ctx = SimpleNamespace(rank=1, size=2)
+    ctx = SimpleNamespace(rank=1, size=2, nodes=Nodes(2, 2))
     batch = sp.DataShardingCollator(DataCollatorWithFlattening(), ctx)(rows)
     assert batch["position_ids"].tolist() == [[0, 1, 0]], "the last of two documents, and a token of padding"
     assert batch["shift_labels"].tolist() == [[9, -100, -100]]

@@ -75,7 +75,7 @@ def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            rows = rank_heads(rank, size, 1, 1, length).rows
+            rows = rank_heads(rank, size, 1, 1, ((0, length),)).rows
             for block in blocks(segments_of(rows, found, reach, (), parents), reach, is_uncut):
                 keys = [key for start, stop in block.keys for key in range(start, stop)]
                 here = block.mask(reach, torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            rows = rank_heads(rank, size, 1, 1, length).rows
+            rows = rank_heads(rank, size, 1, 1, ((0, length),)).rows
             share = RankHeads(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
             index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
             asking = asked(implementation, rows_of_batch, length, share, window, scaling=0.3, dropout=0.0, **options)
@@ -149,7 +149,7 @@ def test_attention(
 def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
     documents, length = ((0, 30), (30, 70)), 80
     q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
-    share = rank_heads(0, 1, 2, 2, length)
+    share = rank_heads(0, 1, 2, 2, ((0, length),))
     ours, theirs = (
         attend(asked(name, (documents,), length, share, None, scaling=None, dropout=0.0), q, k, v)
         for name in ("of squares", "sdpa")
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(
 ) -> None:
     """All live bytes, forward and backward, of a rank that has a head or shares one."""
     length = 8192
-    share = rank_heads(0, size, 1, 1, length)
+    share = rank_heads(0, size, 1, 1, ((0, length),))
     q, k, v = (torch.randn(1, 1, tokens, 4, requires_grad=True) for tokens in (length // size, length, length))
     asking = asked(implementation, (found,), length, share, window)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
@@ -225,7 +225,7 @@ def test_a_block_mask(rank: int, window: int | None) -> None:
     """Its blocks cover the dense mask, its full blocks are full, and no tensor is as large as that mask."""
     length, side = 4096 + 50, 128
     documents = ((0, 1000), (1000, length - 9))
-    share = rank_heads(rank, 2, 1, 1, length)
+    share = rank_heads(rank, 2, 1, 1, ((0, length),))
     with LiveBytes() as memory:
         made = block_mask(asked("flex_attention", (documents,), length, share, window), 1, torch.device("cpu"))
     assert memory.largest <= 8 * (length + side)

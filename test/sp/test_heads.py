@@ -23,7 +23,7 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
     size, q_heads, kv_heads, length = shape
     done: list[tuple[int, int]] = []
     for rank in range(size):
-        share = rank_heads(rank, size, q_heads, kv_heads, length)
+        share = rank_heads(rank, size, q_heads, kv_heads, ((0, length),))
         heads = range(*share.q.indices(q_heads))
         for head, kv in zip(heads, share.kv_of_q, strict=True):
             assert share.kv.start + kv == head * kv_heads // q_heads
@@ -42,7 +42,7 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
 def test_balanced(shape: tuple[int, int, int, int]) -> None:
     """Heads to within one; for ranks that share a head, causal work (a query's keys) up to rounding."""
     size, q_heads, kv_heads, length = shape
-    shares = [rank_heads(rank, size, q_heads, kv_heads, length) for rank in range(size)]
+    shares = [rank_heads(rank, size, q_heads, kv_heads, ((0, length),)) for rank in range(size)]
     counts = [share.q.stop - share.q.start for share in shares]
     assert max(counts) - min(counts) <= 1
     for head in range(q_heads if q_heads < size else 0):
@@ -52,7 +52,7 @@ def test_balanced(shape: tuple[int, int, int, int]) -> None:
 
 @given(shapes(), st.integers(0, 300), st.integers(0, 300))
 def test_within(shape: tuple[int, int, int, int], start: int, stop: int) -> None:
-    rows = rank_heads(shape[0] - 1, *shape).rows
+    rows = rank_heads(shape[0] - 1, *shape[:3], ((0, shape[3]),)).rows
     kept = [row for first, last in rows for row in range(first, last) if start <= row < stop]
     assert [row for first, last in within(rows, start, stop) for row in range(first, last)] == kept
     assert count(within(rows, start, stop)) == len(kept)

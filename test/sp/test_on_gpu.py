@@ -32,7 +32,7 @@ def test_attention(implementation: str, window: int | None, rank: int, size: int
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(implementation)
     if package:
         pytest.importorskip(package)
-    rows = rank_heads(rank, size, 1, 1, LENGTH).rows
+    rows = rank_heads(rank, size, 1, 1, ((0, LENGTH),)).rows
     share = RankHeads(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
     index = torch.cat([torch.arange(first, last) for first, last in rows])
     documents, parents = SEQUENCES[sequence]

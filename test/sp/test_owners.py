@@ -1,7 +1,5 @@
 """Which rank has the values of which token, from the definition; of contiguous parts no index is made."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,13 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqtile.sp import owners
+from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.owners import Owners
 
 CPU = torch.device("cpu")
 
 
-def group(rank: int, size: int) -> SimpleNamespace:
-    return SimpleNamespace(rank=rank, size=size)
+def group(rank: int, size: int) -> SequenceParallel:
+    return SequenceParallel(None, rank, size, 0, 1)
 
 
 @given(st.data(), st.integers(1, 4))

@@ -539,7 +539,7 @@ def test_live_bytes_of_attention(implementation: str) -> None:
         ends = [0, shared, *(shared + own * (row + 1) for row in range(rows))]
         documents, length = tuple(pairwise(ends)), ends[-1]
         q, k, v = (torch.randn(1, 1, length, width, dtype=torch.float64, requires_grad=True) for _ in range(3))
-        asking = asked(implementation, (documents,), length, rank_heads(0, 1, 1, 1, length), None)
+        asking = asked(implementation, (documents,), length, rank_heads(0, 1, 1, 1, ((0, length),)), None)
         asking.layout.parents = (None, *[0] * rows)
         with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
             patch.setattr(segments, "MASK_ELEMENTS", 2**12)
@@ -558,7 +558,7 @@ def test_gradients_of_shared_keys_add_up_in_float32(implementation: str) -> None
     ends = [0, shared, *(shared + own * (row + 1) for row in range(rows))]
     documents, parents = tuple(pairwise(ends)), (None, *[0] * rows)
     q, k, v = (torch.randn(1, 2, ends[-1], 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    asking = asked(implementation, (documents,), ends[-1], rank_heads(0, 1, 2, 2, ends[-1]), None, dropout=0.0)
+    asking = asked(implementation, (documents,), ends[-1], rank_heads(0, 1, 2, 2, ((0, ends[-1]),)), None, dropout=0.0)
     asking.layout.parents = parents
     upstream = torch.rand(1, ends[-1], 2, 16).bfloat16()  # of one sign: sums grow
     ours = torch.autograd.grad(attend(asking, q, k, v), v, upstream)[0][:, :, :shared]

@@ -67,7 +67,7 @@ def step(
 ) -> list[Tensor]:
     """Outputs and gradients of the first rank of those that share the heads."""
     length = documents[0][-1][1]
-    share = rank_heads(0, ranks, 1, 1, length)
+    share = rank_heads(0, ranks, 1, 1, ((0, length),))
     generator = torch.Generator().manual_seed(length)
     q, k, v = (
         torch.randn(len(documents), 1, tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()

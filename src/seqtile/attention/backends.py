@@ -92,10 +92,10 @@ def kernel_of(attention: LocalAttention, q: Tensor, v: Tensor) -> str:
         return blocks
     if name != "sdpa" and (flash := _flash_of(name.removeprefix(VARLEN), options, q, v)) is not None:
         return flash
-    documents = attention.layout.documents
-    if name == "sdpa" and attention.window is None and sum(map(len, documents)) <= FEW_LENGTHS:
-        if may_choose_cudnn(name, q):
-            return name
+    documents, rows = attention.layout.documents, attention.heads.rows
+    are_squares = attention.window is None and rows == ((0, attention.layout.length),)
+    if name == "sdpa" and are_squares and sum(map(len, documents)) <= FEW_LENGTHS and may_choose_cudnn(name, q):
+        return name
     return torch_varlen.register() if torch_varlen.reason_against(q, v, options) is None else blocks
 
 
@@ -150,9 +150,14 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
     return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
+def computes_some_queries(implementation: str) -> bool:
+    """Returns whether an attention computes some of a document's queries; without masks it computes causal squares."""
+    return _form_of(implementation) is not None or implementation.startswith(VARLEN)
+
+
 def check_has_masks(implementation: str) -> None:
     """Raises ValueError if an attention takes no masks, and so computes only causal squares."""
-    if _form_of(implementation) is None and not implementation.startswith(VARLEN):
+    if not computes_some_queries(implementation):
         raise ValueError(
             f"{implementation!r} has no mask function, which queries after a shared prefix need; "
             'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'

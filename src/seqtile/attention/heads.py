@@ -1,8 +1,8 @@
 """Plans which heads and which queries each rank of a group computes.
 
 Ranks get heads in order, balanced to within one. If there are more ranks than heads, the n ranks of a head share its
-queries. The sequence is cut into 2 n pieces; rank i takes the i-th piece from the start and the i-th from the end, so
-that under a causal mask all ranks have the same work. With two ranks per head:
+queries. These are cut into 2 n pieces; rank i takes the i-th piece from the start and the i-th from the end, so that
+under a causal mask all ranks have the same work. With two ranks per head:
 
     queries   0 . . . | . . . . | . . . . | . . . length
     rank      0         1         1         0
@@ -44,17 +44,25 @@ class RankHeads(NamedTuple):
         return [(slice(ends[kv], ends[kv + 1]), slice(kv, kv + 1)) for kv in range(len(read))]
 
 
-def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
-    """Returns the heads of `rank` out of `size` for a sequence of `length` tokens. `kv_heads` must divide `q_heads`."""
+def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, queries: Rows) -> RankHeads:
+    """Returns the heads of `rank` out of `size` ranks that compute these queries. `kv_heads` must divide `q_heads`."""
     heads, kv = heads_of_rank(rank, size, q_heads, kv_heads)
     sharers = [other for other in range(size) if other * q_heads // size == heads.start]
-    part, parts = sharers.index(rank), len(sharers)
-    ends = [length * i // (2 * parts) for i in range(2 * parts + 1)]
-    low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])
-    pieces = [(low[0], high[1])] if low[1] == high[0] else [low, high]
-    rows = tuple(piece for piece in pieces if piece[0] < piece[1])
+    rows = zigzag(queries, sharers.index(rank), len(sharers))
     per_kv = q_heads // kv_heads
     return RankHeads(heads, kv, tuple(head // per_kv - kv.start for head in range(heads.start, heads.stop)), rows)
+
+
+def zigzag(rows: Rows, part: int, parts: int) -> Rows:
+    """Returns the part of so many: the part-th of 2 * parts pieces from the start, and the part-th from the end."""
+    total = count(rows)
+    ends = [total * i // (2 * parts) for i in range(2 * parts + 1)]
+    found: list[tuple[int, int]] = []
+    for start, stop in (*taken(rows, ends[part], ends[part + 1]), *taken(rows, ends[-part - 2], ends[-part - 1])):
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
 
 
 def width(heads: slice) -> int:
@@ -66,6 +74,15 @@ def within(rows: Rows, start: int, stop: int) -> Rows:
     """Returns the part of `rows` in [start, stop)."""
     cut = ((max(first, start), min(last, stop)) for first, last in rows)
     return tuple((first, last) for first, last in cut if first < last)
+
+
+def taken(rows: Rows, start: int, stop: int) -> Rows:
+    """Returns the tokens of `rows` from the start-th to before the stop-th."""
+    found, before = [], 0
+    for first, last in rows:
+        found += within(((first, last),), first + start - before, first + stop - before)
+        before += last - first
+    return tuple(found)
 
 
 def count(rows: Rows) -> int:

@@ -2,7 +2,7 @@
 Only position_ids, cumulative lengths and attention_mask determine it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,15 +48,20 @@ class Layout:
         return self._made[key]
 
 
-def text_positions(position_ids: Tensor, first: int = 0) -> Tensor:
+def text_positions(position_ids: Tensor, tokens: Rows | None = None) -> Tensor:
     """Returns the positions [B or 1, S] that tell documents apart, from position_ids [B or 1, S], or [3 or 4, B, S]
-    with several axes: of four axes the first one, the text's; of three, a row is one document. `first`: the index of
-    the first of these tokens in the whole sequence."""
+    with several axes: of four axes the first one, the text's; of three, a row is one document. `tokens`: those of the
+    whole sequence that these are; None for all."""
     if position_ids.ndim < 3:
         return position_ids
-    length = position_ids.shape[-1]
     is_told = len(position_ids) == 4
-    return position_ids[0] if is_told else torch.arange(first, first + length, device=position_ids.device)[None]
+    tokens = ((0, position_ids.shape[-1]),) if tokens is None else tokens
+    return position_ids[0] if is_told else indices(tokens, position_ids.device)[None]
+
+
+def indices(tokens: Sequence[tuple[int, int]], device: torch.device | None = None) -> Tensor:
+    """Returns the indices of these tokens."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in tokens])
 
 
 def document_edges(position_ids: Tensor, mask: Tensor | None) -> Tensor:

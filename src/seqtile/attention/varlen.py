@@ -191,7 +191,7 @@ class VarlenAttention:
         if (ends := options.get("cu_seq_lens_q")) is not None:
             layout = layout.with_lengths(ends)
         numbers = q.shape[1], k.shape[1]
-        heads = layout.once(("heads", numbers), lambda: rank_heads(0, 1, *numbers, layout.length))
+        heads = layout.once(("heads", numbers), lambda: rank_heads(0, 1, *numbers, ((0, layout.length),)))
         kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}
         if SINKS in kept and len(kept[SINKS]) != q.shape[1]:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from seqtile.attention.layout import indices
 from seqtile.protocols import LAYOUT, SHARDED
 
 TOKENS, FEWEST = 28, 6
@@ -48,9 +49,10 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     inputs = {name: value for name, value in cut.items() if value is not None}
     sharded = vars(model).get(SHARDED)
     if LAYOUT in inputs or (sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole):
-        # A rank's tokens as a part of one sequence: consecutive positions, no mask.
-        start = sharded.sp_group.rank * len(columns)
-        positions = torch.arange(start, start + len(columns), device=tokens.device)
+        # A rank's tokens as a part of one sequence, without a mask.
+        sp_group = sharded.sp_group
+        own = sp_group.nodes.tokens_of(sp_group.rank, sp_group.size * len(columns))
+        positions = indices(own, tokens.device)
         inputs["position_ids"] = positions.expand_as(inputs.get("position_ids", positions[None])).contiguous()
         inputs.pop("attention_mask", None)
     if "labels" in names:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqtile.attention.backends import attend, check, warn_of_limits
+from seqtile.attention.backends import attend, check, computes_some_queries, warn_of_limits
 from seqtile.attention.local import COMPUTED, SINKS, UNUSED, LocalAttention, call_attention, in_one_dtype
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
@@ -34,6 +34,8 @@ class UlyssesAttention(SequenceParallelAttention):
     """As in `LocalAttention`."""
     q_heads: int
     kv_heads: int
+    in_nodes: bool
+    """True if heads are dealt within nodes, see nodes.py."""
 
     def __post_init__(self) -> None:
         key = ("checked", type(self.module), self.window, self.q_heads, *self.options)
@@ -46,7 +48,7 @@ class UlyssesAttention(SequenceParallelAttention):
     @property
     def qkv(self) -> AllToAll:
         """The all-to-all of queries, keys and values."""
-        return self.layout.all_to_all(self.q_heads, self.kv_heads, (False, True, True))
+        return self.layout.all_to_all(self.q_heads, self.kv_heads, (False, True, True), self.in_nodes)
 
     @property
     def local(self) -> LocalAttention:
@@ -56,7 +58,10 @@ class UlyssesAttention(SequenceParallelAttention):
     def in_groups(self, groups: int) -> "UlyssesAttention":
         if groups > 1 and SINKS in self.options:
             raise ValueError("groups of heads over ranks: expected an attention without sinks; leave out head_groups")
-        return replace(self, q_heads=self.q_heads // groups, kv_heads=self.kv_heads // groups)
+        heads = self.q_heads // groups, self.kv_heads // groups
+        return UlyssesAttention(
+            self.module, self.layout, self.window, self.options, *heads, _in_nodes(self.layout, *heads)
+        )
 
     def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
         return self.qkv.start(in_one_dtype(q, k, v), to_heads=True)
@@ -70,7 +75,7 @@ class UlyssesAttention(SequenceParallelAttention):
         return attend(self.local, q, k, v)
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        of_queries = self.layout.all_to_all(self.q_heads, self.kv_heads, (False,))
+        of_queries = self.layout.all_to_all(self.q_heads, self.kv_heads, (False,), self.in_nodes)
         return exchanged(of_queries, False, out.transpose(1, 2))[0].transpose(1, 2)
 
     def agree_on_max(self, size: int) -> int:
@@ -143,7 +148,14 @@ class UlyssesFunction(SequenceParallelFunction):
         if window is None and (unsaid := _window_of(module)) is not None and unsaid < layout.length:
             raise ValueError(f"a window of {unsaid} is not passed on to attention by this model; leave it whole")
         kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}
-        return UlyssesAttention(module, layout, window, kept, *heads)
+        return UlyssesAttention(module, layout, window, kept, *heads, _in_nodes(layout, *heads))
+
+
+def _in_nodes(layout: ShardedLayout, q_heads: int, kv_heads: int) -> bool:
+    """Returns whether heads are dealt within nodes: that takes fewer bytes across nodes, and the attention can compute
+    the queries of one node's tokens."""
+    fewer = layout.sp_group.nodes.chooses_in_nodes(q_heads, kv_heads)
+    return fewer and computes_some_queries(layout.implementation)
 
 
 ulysses_attention = UlyssesFunction()

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
+from seqtile.attention.layout import indices
 from seqtile.ops.graph import nodes_behind
 from seqtile.sp.attention import NAME
 from seqtile.sp.groups import SequenceParallel, add_up, device_of
 from seqtile.sp.layout import ShardedLayout
+from seqtile.sp.nodes import Nodes
 from seqtile.sp.sharding_hooks import BATCH_HASH, WHOLE_LENGTH, Forward, ShardingHooks
 from seqtile.sp.shards import IGNORED, hash_of_tokens, shards_of
 
@@ -46,16 +48,16 @@ class DataShardingCollator:
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
         self.collator = collator
-        self.rank, self.size = ctx.rank, ctx.size  # not the group, which cannot be sent to a loader's workers
+        self.rank, self.nodes = ctx.rank, ctx.nodes  # not the group, which cannot be sent to a loader's workers
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        return parts_of(self.collator(samples), [self.rank], self.size)[0]
+        return parts_of(self.collator(samples), [self.rank], self.nodes)[0]
 
 
 def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
     """Returns this rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for a batch without
     tokens and for a batch that is a shard already."""
-    return parts_of(batch, [ctx.rank], ctx.size)[0]
+    return parts_of(batch, [ctx.rank], ctx.nodes)[0]
 
 
 def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tensor:
@@ -70,9 +72,9 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
     return (total * ctx.size / dist.get_world_size()).to(counts.device)  # ranks of one replica count the same labels
 
 
-def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dict[str, Any]]:
-    """Cuts a whole batch into `size` equal runs of tokens, wherever its documents end, and returns the shards of
-    `ranks`, each with position_ids, shift_labels, num_items_in_batch and the batch's hash."""
+def parts_of(batch: dict[str, Any], ranks: Sequence[int], nodes: Nodes) -> list[dict[str, Any]]:
+    """Cuts a whole batch into equal parts for all ranks, wherever its documents end, and returns the shards of `ranks`,
+    each with position_ids, shift_labels, num_items_in_batch and the batch's hash."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     if BATCH_HASH in batch:
@@ -88,9 +90,9 @@ def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dic
     if "position_ids" not in batch:
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
     batch[BATCH_HASH] = hash_of_tokens(batch, rows, length)
-    if length % size:
+    if length % nodes.size:
         batch[WHOLE_LENGTH] = torch.tensor(length)
-    return shards_of(batch, rows, length, ranks, size)
+    return shards_of(batch, rows, length, ranks, nodes)
 
 
 class ShardedDataLoader:
@@ -181,7 +183,7 @@ class ShardedDataLoader:
             try:
                 if (batch := next(batches, None)) is not None:
                     batch = tree_map_only(Tensor, Tensor.cpu, batch)  # another rank may not have this rank's device
-                    shards = parts_of(batch, range(size), size)
+                    shards = parts_of(batch, range(size), self.sp_group.nodes)
             except Exception as failed:  # raised on every rank, after all have been told
                 error = failed
             dist.all_gather_object(states, (shards is not None, error and str(error)), group=group)
@@ -257,8 +259,7 @@ def _is_labelled(kwargs: dict[str, Any]) -> bool:
 
 def _counted(router_logits: Tensor, layout: ShardedLayout, mask: Tensor | None) -> Tensor:
     """Returns which of this rank's tokens [B S] with router logits are not padding."""
-    first = layout.sp_group.rank * layout.local
-    places = torch.arange(first, first + layout.local, device=router_logits.device)
+    places = indices(layout.tokens, router_logits.device)
     inside = places < (layout.length if layout.whole_length is None else layout.whole_length.to(places.device))
     rows = inside.expand(len(router_logits) // layout.local, -1) if mask is None else inside & mask.bool()
     return rows.flatten()

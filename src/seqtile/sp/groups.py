@@ -1,15 +1,17 @@
 """Groups of ranks that hold the shards of the same sequences, and their collectives."""
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-_SEQUENCE, _REPLICAS, _OF_ONE_REPLICA = ("sp", "cp"), ("dp", "dp_replicate", "dp_shard"), ("tp", "pp", "ep")
-"""The names of a mesh's axes along which ranks share a sequence, hold other samples, or share a replica's work."""
+from seqtile.sp.meshes import Shared, shared_along
+from seqtile.sp.nodes import Nodes
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class SequenceParallel:
     group: dist.ProcessGroup | None
     """The process group of its ranks; None in `ALONE`."""
     rank: int
-    """This rank's index in the group. It holds the tokens [rank * S, (rank + 1) * S) of a sequence, S per rank."""
+    """This rank's index in the group. Of a sequence it holds S tokens, on one node [rank * S, (rank + 1) * S); for
+    several see nodes.py."""
     size: int
     """The number of ranks in the group."""
     data_parallel_rank: int
@@ -28,6 +31,13 @@ class SequenceParallel:
     """The number of replicas, for a sampler."""
     before: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
     """Called before each collective of a forward or a backward."""
+    per_node: int | None = None
+    """The number of its ranks on each node, one after the other; None: all are on one."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes of its ranks."""
+        return Nodes(self.size, self.per_node or self.size)
 
     def started(self) -> dist.ProcessGroup | None:
         """Returns the process group, for a collective that starts now."""
@@ -43,39 +53,84 @@ ALONE = SequenceParallel(None, 0, 1, 0, 1)
 
 
 def initialize(
-    sequence_parallel_size: int | None = None, *, group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+    sequence_parallel_size: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    per_node: int | None = None,
 ) -> SequenceParallel:
     """Creates or wraps the groups for sequence parallelism. torch.distributed must be initialised, and every rank must
-    call this. Give exactly one argument.
+    call this. Give exactly one of the first three arguments.
 
     Args:
         sequence_parallel_size: creates groups of this many neighbouring ranks each.
         group: an existing group that contains this rank.
-        mesh: a one-dimensional DeviceMesh, whose group is used. In a mesh with named axes this is `mesh["sp"]` or
-            `mesh["cp"]`; the axes dp, dp_replicate and dp_shard count replicas, and ranks along tp, pp and ep belong to
-            one replica, so they draw the same samples.
+        mesh: a DeviceMesh, or a part of it. Ranks share a sequence along its axis sp or cp, whichever is larger than 1,
+            and over nodes along sp_node, if there is one: `mesh["sp_node", "sp"]`. The axes dp, dp_replicate and
+            dp_shard count replicas; ranks along tp, pp and ep belong to one replica, so they draw the same samples. Of
+            a mesh of one dimension without names that is the group.
+        per_node: how many of a group's ranks are on each node, one after the other; see "Several nodes" in the docs. By
+            default the ranks' host names tell. The group's size makes all of it one node.
 
-    Runs two collectives. Under NCCL, call `torch.cuda.set_device` before. Raises ValueError if torch.distributed is not
-    initialised, if not exactly one of the three is given, if the size does not divide the number of ranks, if the mesh
-    has an axis of another name, or if NCCL finds that ranks use the same CUDA device.
+    Runs two collectives. Under NCCL, call `torch.cuda.set_device` before. Raises ValueError, on every rank, if
+    torch.distributed is not initialised, if not exactly one of the three is given, if the size does not divide the
+    number of ranks, if the names of a mesh's axes do not tell who shares a sequence, if a group's nodes have unequal
+    numbers of its ranks, if ranks ask for different things, or if NCCL finds that ranks use the same CUDA device.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
-    if sum(given is not None for given in (sequence_parallel_size, group, mesh)) != 1:
-        raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f'expected a DeviceMesh of one dimension, got {mesh.ndim}; pass a part of it, mesh["sp"]')
-    replica = None if mesh is None else _replica_of(mesh)
-    world, size = dist.get_world_size(), sequence_parallel_size
-    if size is not None and (not isinstance(size, int) or size < 1 or world % size):
-        raise ValueError(f"sequence_parallel_size is {size!r}, expected a divisor of the {world} ranks")
-    if mesh is not None:
-        group = mesh.get_group()
-    elif size is not None:
-        group, _ = dist.new_subgroups(size)
-    first_ranks: list = [None] * world
+    world, rank, error, shared = dist.get_world_size(), dist.get_rank(), None, None
     try:
-        dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
+        shared = _asked(sequence_parallel_size, group, mesh, world)
+    except ValueError as wrong:  # raised when all ranks know
+        error = wrong
+    own = None if shared is None else next(ranks for ranks in shared.groups if rank in ranks)
+    found = _gathered((socket.gethostname(), per_node, own, error and str(error)), world)
+    hosts, asked, groups, errors = zip(*found, strict=True)
+    if (said := next(filter(None, errors), None)) is not None:
+        raise error or ValueError(f"another rank cannot share sequences: {said}")
+    if len({*asked}) > 1 or any(groups[other] != ranks for ranks in groups for other in ranks):
+        raise ValueError(
+            "the ranks of a group ask for different groups, expected the same arguments on every rank: per_node is "
+            f"{', '.join(map(str, asked))}, and groups are {', '.join(map(str, groups))}"
+        )
+    told = shared.per_node if per_node is None else per_node
+    each = [_per_node(ranks, hosts, told) for ranks in groups]
+    if shared.axis is None:
+        group, _ = dist.new_subgroups_by_enumeration(shared.groups)
+    elif mesh is not None:
+        group = mesh.get_group(shared.axis or None)
+    if len(own) > each[rank] and rank == 0:
+        print(
+            f"seqtile.sp: {len(own)} ranks share a sequence, {each[rank]} on each of {len(own) // each[rank]} nodes, "
+            f"and send across nodes what takes the fewest bytes; per_node={len(own)} takes them as one node"
+        )
+    if shared.replica is not None:
+        place, replicas = shared.replica, shared.replicas
+    else:
+        firsts = sorted({min(ranks) for ranks in groups})
+        place, replicas = firsts.index(min(own)), len(firsts)
+    return SequenceParallel(group, dist.get_rank(group), len(own), place, replicas, per_node=each[rank])
+
+
+def _asked(size: int | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, world: int) -> Shared:
+    """Returns which ranks share sequences. Raises ValueError for arguments that do not tell."""
+    if sum(given is not None for given in (size, group, mesh)) != 1:
+        raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
+    if mesh is not None:
+        return shared_along(mesh)
+    if group is not None:
+        return Shared([dist.get_process_group_ranks(group)], "", None, None, 0)
+    if not isinstance(size, int) or size < 1 or world % size:
+        raise ValueError(f"sequence_parallel_size is {size!r}, expected a divisor of the {world} ranks")
+    return Shared([[*range(first, first + size)] for first in range(0, world, size)], None, None, None, 0)
+
+
+def _gathered(own: tuple, world: int) -> list[tuple]:
+    """Returns each rank's own value. Raises ValueError if NCCL finds that ranks use the same CUDA device."""
+    found: list = [None] * world
+    try:
+        dist.all_gather_object(found, own)
     except dist.DistBackendError as error:
         said = [line for line in str(error).splitlines() if "Duplicate GPU" in line]
         if not said:
@@ -84,29 +139,25 @@ def initialize(
             f"expected each rank of a node on its own CUDA device, got cuda:{torch.cuda.current_device()} ({said[0]}); "
             'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before sp.initialize'
         ) from error
-    groups = sorted(set(first_ranks))
-    place, replicas = replica or (groups.index(first_ranks[dist.get_rank()]), len(groups))
-    return SequenceParallel(group, dist.get_rank(group), dist.get_world_size(group), place, replicas)
+    return found
 
 
-def _replica_of(mesh: DeviceMesh) -> tuple[int, int] | None:
-    """Returns the index of this rank's replica and the number of replicas, from the names of the axes of the mesh of
-    which `mesh` is a part; None without names. Raises ValueError for a name that does not tell what its ranks share."""
-    whole = mesh._get_root_mesh()
-    if (names := whole.mesh_dim_names) is None:
-        return None
-    (own,), place, replicas = mesh.mesh_dim_names, 0, 1
-    unknown = [name for name in names if name not in (own, *_REPLICAS, *_OF_ONE_REPLICA)]
-    if own not in _SEQUENCE or own not in names or unknown:
+def _per_node(ranks: list[int], hosts: Sequence[str], told: int | None) -> int:
+    """Returns how many ranks of a group are on each node, as told or by the names of their hosts. Raises ValueError if
+    nodes have unequal numbers."""
+    size = len(ranks)
+    if told is not None:
+        if not isinstance(told, int) or told < 1 or (size % told and told % size):
+            raise ValueError(f"per_node is {told!r}, expected a divisor or a multiple of the {size} ranks of a group")
+        return min(told, size)
+    runs = [(host, len([*run])) for host, run in groupby(hosts[rank] for rank in ranks)]
+    if len({number for _, number in runs}) > 1 or len({host for host, _ in runs}) < len(runs):
+        where = ", ".join(f"{number} on {host}" for host, number in runs)
         raise ValueError(
-            f"expected mesh[{' or mesh['.join(map(repr, _SEQUENCE))}] of a mesh whose other axes are called "
-            f"{', '.join((*_REPLICAS, *_OF_ONE_REPLICA))}, got {own!r} of {', '.join(names)}; name the axes of "
-            "init_device_mesh(..., mesh_dim_names=...) so"
+            f"the ranks of a group are {where}, expected equally many neighbouring ones on each node; start as many on "
+            f"each, or pass per_node={size}, which takes all as one node"
         )
-    for name, index, size in zip(names, whole.get_coordinate(), whole.shape, strict=True):
-        if name in _REPLICAS:
-            place, replicas = place * size + index, replicas * size
-    return place, replicas
+    return runs[0][1]
 
 
 def gather(tensor: Tensor, sp_group: SequenceParallel) -> Tensor:

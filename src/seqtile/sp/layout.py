@@ -20,6 +20,8 @@ class ShardedLayout(Layout):
         self.sp_group = sp_group
         self.local = local
         """Tokens of a sequence on each rank."""
+        self.tokens = sp_group.nodes.tokens_of(sp_group.rank, self.length)
+        """The [start, stop) of those on this rank."""
         self.is_masked_outside = False
         """True if a mask was made outside the text model; it is causal except in the spans."""
         self.attended: set[int] = set()
@@ -29,9 +31,9 @@ class ShardedLayout(Layout):
         self.position_ids: Tensor | None = None
         """This rank's position_ids. A model without attention does not pass them to its base model."""
 
-    def all_to_all(self, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...]) -> AllToAll:
+    def all_to_all(self, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...], in_nodes: bool = False) -> AllToAll:
         """Returns the all-to-all of tensors with these numbers of heads, see `AllToAll`."""
-        arguments = (q_heads, kv_heads, by_kv, self.local)
+        arguments = (q_heads, kv_heads, by_kv, self.local, in_nodes)
         return self.once(("all-to-all", *arguments), lambda: AllToAll(self.sp_group, *arguments))
 
 
@@ -52,6 +54,7 @@ def gathered_positions(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the `text_positions` and the mask of whole sequences from each rank's, of the same shape on every rank.
     One or two small collectives."""
-    text = text_positions(position_ids, sp_group.rank * position_ids.shape[-1])
-    whole = torch.cat(list(gather(text, sp_group)), 1)
-    return whole, None if mask is None else torch.cat(list(gather(mask.to(torch.uint8), sp_group)), 1)
+    nodes, length = sp_group.nodes, sp_group.size * position_ids.shape[-1]
+    text = text_positions(position_ids, nodes.tokens_of(sp_group.rank, length))
+    whole = nodes.in_order(gather(text, sp_group))
+    return whole, None if mask is None else nodes.in_order(gather(mask.to(torch.uint8), sp_group))

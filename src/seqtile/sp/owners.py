@@ -44,7 +44,8 @@ class Owners:
     @classmethod
     def of_parts(cls, rows: int, length: int, sp_group: SequenceParallel) -> "Owners":
         """Returns owners of [rows, length] tokens, of which each rank holds an equal part of each row, in order."""
-        ranks = torch.arange(length) // -(-length // sp_group.size)
+        local = -(-length // sp_group.size)
+        ranks = sp_group.nodes.places(local * sp_group.size)[:length] // local
         return cls.of_ranks(ranks.expand(rows, -1), sp_group)
 
     @property

@@ -1,4 +1,4 @@
-"""Cuts tensors of a whole batch into equal runs of tokens, one for each rank, wherever the batch's documents end."""
+"""Cuts tensors of a whole batch into equal parts, one for each rank, wherever the batch's documents end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqtile.attention.heads import Rows
+from seqtile.sp.nodes import Nodes
 from seqtile.sp.same_batch import hash_of
 
 IGNORED = -100
@@ -28,22 +30,26 @@ def hash_of_tokens(batch: Mapping[str, Any], rows: int, length: int) -> Tensor:
 
 
 def shards_of(
-    batch: Mapping[str, Any], rows: int, length: int, ranks: Sequence[int], size: int
+    batch: Mapping[str, Any], rows: int, length: int, ranks: Sequence[int], nodes: Nodes
 ) -> list[dict[str, Any]]:
     """Returns the parts that `ranks` have of a batch of [rows, length] tokens: copies, not views of the whole. Values
     without a sequence dimension stay whole."""
-    local = -(-length // size)
+    padded = -(-length // nodes.size) * nodes.size
     dims = {name: dim for name, x in batch.items() if (dim := sequence_dim(name, x, rows, length)) is not None}
+    return [
+        {**batch, **{name: _part(name, batch[name], dim, nodes.tokens_of(rank, padded)) for name, dim in dims.items()}}
+        for rank in ranks
+    ]
 
-    def part(rank: int) -> dict[str, Any]:
-        start, stop = min(rank * local, length), min((rank + 1) * local, length)
-        views = {name: batch[name].narrow(dim, start, stop - start) for name, dim in dims.items()}
-        padding = range(max(0, rank * local - length), max(0, (rank + 1) * local - length))
-        if padding:
-            return {**batch, **{name: _padded(name, view, padding) for name, view in views.items()}}
-        return {**batch, **{name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}}
 
-    return [part(rank) for rank in ranks]
+def _part(name: str, value: Tensor, dim: int, tokens: Rows) -> Tensor:
+    """Returns a copy of these tokens of a value, with padding for those behind its last."""
+    length, parts = value.shape[dim], []
+    for start, stop in tokens:
+        part = value.narrow(dim, min(start, length), max(0, min(stop, length) - start))
+        padding = range(max(0, start - length), max(0, stop - length))
+        parts.append(_padded(name, part, padding) if padding else part)
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def _padded(name: str, value: Tensor, padding: range) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from seqtile.attention.backends import averages_padding, check_has_masks
+from seqtile.attention.heads import count, within
 from seqtile.attention.layout import document_edges, documents_at
 from seqtile.attention.mask_functions import OUTSIDE, MaskRecipe, mask_recipe, spans_of
 from seqtile.renamed import cache_in
@@ -173,10 +174,10 @@ class WholeBatches:
                 )
         check_tokens(batch, rows, length, "one value a token")
         layout = self._layout(batch, rows, length)
-        [shard] = shards_of(batch, rows, length, [sp_group.rank], sp_group.size)
+        [shard] = shards_of(batch, rows, length, [sp_group.rank], sp_group.nodes)
         layout.position_ids = shard["position_ids"]
         if tree is not None:
-            forward.owners = Owners(tree.places, layout.local, sp_group)
+            forward.owners = Owners(sp_group.nodes.places(layout.length)[tree.places], layout.local, sp_group)
         return shard, layout
 
     def _layout(self, batch: dict[str, Any], rows: int, length: int) -> ShardedLayout:
@@ -218,7 +219,7 @@ class WholeBatches:
             value, owners = value.view(rows, local, -1), owners.viewed(lambda tokens: tokens.flatten(0, 1))[0]
         if tuple(value.shape[:2]) != (rows, local):
             return value
-        own = max(0, min(local, length - sp_group.rank * local))
+        own = count(within(forward.layout.tokens, 0, length))
         return shared(value[:, :own].flatten(0, 1), owners)
 
 

@@ -1,0 +1,75 @@
+"""Tokens and heads of ranks on several nodes: each once, with equal work, and with few bytes across nodes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqtile.attention.heads import count, within
+from seqtile.sp.nodes import Nodes, received
+from sp.test_heads import shapes
+
+
+@given(shapes(), st.integers(1, 4))
+def test_each_token_once(shape: tuple[int, int, int, int], number: int) -> None:
+    """Equally many on each rank, in order, and in one run with one node."""
+    per_node, *_, length = shape
+    nodes = Nodes(number * per_node, per_node)
+    length = -(-length // nodes.size) * nodes.size
+    held = [nodes.tokens_of(rank, length) for rank in range(nodes.size)]
+    assert {count(runs) for runs in held} == {length // nodes.size}
+    assert all(list(runs) == sorted(runs) and len(runs) <= min(2, number) for runs in held)
+    places = nodes.places(length)
+    tokens = [[token for run in runs for token in range(*run)] for runs in held]
+    for rank, own in enumerate(tokens):
+        assert places[own].tolist() == [*range(rank * len(own), (rank + 1) * len(own))]
+    gathered = torch.tensor(tokens)[:, None]
+    assert nodes.in_order(gathered)[0].tolist() == [*range(length)]
+
+
+@given(shapes(), st.integers(1, 4), st.booleans())
+def test_each_query_once(shape: tuple[int, int, int, int], number: int, in_nodes: bool) -> None:
+    """With its kv head; within nodes on the node that has its token."""
+    per_node, q_heads, kv_heads, length = shape
+    nodes = Nodes(number * per_node, per_node)
+    length = -(-length // nodes.size) * nodes.size
+    done = []
+    for rank, share in enumerate(nodes.heads(q_heads, kv_heads, length, in_nodes)):
+        for head, kv in zip(range(*share.q.indices(q_heads)), share.kv_of_q, strict=True):
+            assert share.kv.start + kv == head * kv_heads // q_heads
+            done += [(head, row) for run in share.rows for row in range(*run)]
+        own = nodes.tokens_of_node(rank // per_node, length)
+        assert not in_nodes or count(share.rows) == sum(count(within(share.rows, *run)) for run in own)
+    assert sorted(done) == [(head, row) for head in range(q_heads) for row in range(length)]
+
+
+HEADS = ((32, 32), (32, 8), (64, 8), (16, 2), (128, 1))
+
+
+@pytest.mark.parametrize("in_nodes", [False, True])
+@pytest.mark.parametrize(("number", "per_node"), [(2, 4), (2, 8), (4, 8), (16, 8), (4, 2)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), HEADS)
+def test_equal_work(q_heads: int, kv_heads: int, number: int, per_node: int, in_nodes: bool) -> None:
+    """Under a causal mask no rank computes more than 1.1 times the mean, also where ranks share a head's queries."""
+    nodes, length = Nodes(number * per_node, per_node), number * per_node * 96
+    shares = nodes.heads(q_heads, kv_heads, length, in_nodes)
+    work = [(share.q.stop - share.q.start) * sum(sum(range(*run)) for run in share.rows) for share in shares]
+    assert max(work) <= 1.1 * sum(work) / len(work)
+
+
+def test_bytes_across_nodes() -> None:
+    """What a rank receives from other nodes, in tokens times heads: by formula for 32 query heads and 8 kv heads on two
+    nodes of four, and at most the flat plan's, in whichever way it is sent."""
+    nodes = Nodes(8, 4)
+    flat, within_nodes = (received(nodes, 32, 8, in_nodes) / nodes.size for in_nodes in (False, True))
+    assert flat == 4 / 2 + 2 * 1 / 2 + 4 / 2 and within_nodes == 2 * 2 / 2  # half of the tokens are elsewhere
+    assert within_nodes <= 0.4 * flat and nodes.chooses_in_nodes(32, 8)
+    chosen = 0
+    for number, per_node in ((2, 4), (2, 8), (4, 8), (8, 8), (3, 5)):
+        for q_heads, kv_heads in HEADS[:4]:
+            nodes = Nodes(number * per_node, per_node)
+            flat, within_nodes = (received(nodes, q_heads, kv_heads, in_nodes) for in_nodes in (False, True))
+            assert nodes.chooses_in_nodes(q_heads, kv_heads) == (within_nodes < flat)
+            chosen += within_nodes < flat
+    assert 5 < chosen < 20
+    assert not Nodes(8, 8).chooses_in_nodes(32, 8) and received(Nodes(8, 8), 32, 8, False) == 0

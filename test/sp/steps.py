@@ -55,14 +55,24 @@ NOT_SPREAD: dict[str, tuple[dict, str]] = {  # models that mix tokens in other w
     "roberta": (_ROBERTA, "RobertaForCausalLM makes its own position_ids"),
 }
 OF_OTHER_CLASSES = {"t5": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "bert": MODEL_FOR_MASKED_LM_MAPPING}
+
+
+def hsdp(model: nn.Module) -> tuple[nn.Module, object]:
+    """FSDP2 that shards over half of the ranks and replicates over both halves, as over two nodes."""
+    shape, names = (2, dist.get_world_size() // 2), ("dp_replicate", "dp_shard")
+    return fsdp2(model, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
 STRATEGIES: dict[str, Callable] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
+    "hsdp": hsdp,
     "zero0": zero(0, accumulate=WINDOW),
     "zero1": zero(1, accumulate=WINDOW),
     "zero2": zero(2, accumulate=WINDOW),
     "zero3": zero(3, accumulate=WINDOW),
     "zero3_all_reduce": zero(3, accumulate=WINDOW, reduce_scatter=False),
+    "zero3_hpz": zero(3, accumulate=WINDOW, zero_hpz_partition_size=2),  # two ranks have the weights, as a node has
 }
 
 
@@ -155,13 +165,15 @@ def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -
         wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
 
 
-def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows: int = 1) -> None:
-    """Two groups of two ranks, windows of two batches, tiled: after each step all parameters equal those of one
-    process. Whole sequences are evaluated between the steps, and the backward of a partial loss raises.
+def reducers(
+    name: str, strategy: str, options: dict, batches: str = "cut", rows: int = 1, size: int = 2, updates: int = 2
+) -> None:
+    """Groups of `size` ranks, windows of two batches, tiled: after each step all parameters equal those of one process.
+    Whole sequences are evaluated between the first two, and the backward of a partial loss raises.
 
     With several `rows` prefixes are shared; with "alone" the ranks share no sequences.
     """
-    ctx = context(1 if batches == "alone" else 2)
+    ctx = context(1 if batches == "alone" else size)
     one = halved(build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name))
     many = copy.deepcopy(one)
     start = full(one)
@@ -171,7 +183,7 @@ def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows
         seqtile.share_prefixes(many, min_tokens=20)
     seqtile.apply_seqtile(many, chunk_tokens=20, **options)
     wrapped, optimizer = STRATEGIES[strategy](many)
-    for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step starts with the first one's error
+    for step, tolerance in enumerate([1e-5] + [1e-4] * (updates - 1)):  # the second starts with the first one's error
         if step == 1 and batches == "cut":  # each rank evaluates its own sequence, as in README
             sp.restore(many)
             evaluated(one, wrapped, 40 + 9 * dist.get_rank())

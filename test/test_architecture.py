@@ -4,10 +4,10 @@ import ast
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.attention import UlyssesAttention, ulysses_attention
+from seqtile.sp.groups import ALONE
 from seqtile.sp.layout import ShardedLayout
 
 SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
@@ -42,7 +42,7 @@ SUBPACKAGES = {  # subpackage -> subpackages that it may import
     "proof": {"declared", "protocols", "renamed", "ops", "models"},
     "offload": {"renamed"},
     "sp": {"attention", "limits", "protocols", "renamed", "rules", "sdpa", "tensor_like", "ops"},
-    "memory": {"arch", "renamed", "rules", "models", "proof"},
+    "memory": {"arch", "attention", "renamed", "rules", "models", "proof"},
     "integrations": {"ops", "models", "offload", "fitting", "sp"},
     "fitting": {"attention", "models", "offload", "memory", "renamed", "limits"},
     "evaluation": {"models"},
@@ -195,7 +195,7 @@ def test_kernels_know_no_autograd_and_ops_no_modules() -> None:
 def test_attention_over_ranks_crosses_subpackages_by_its_protocols() -> None:
     """Models and ops use sp's attention only through protocols; no module sets an attribute on another's function."""
     assert isinstance(ulysses_attention, SequenceParallelFunction)
-    layout = ShardedLayout(SimpleNamespace(rank=0, size=1, group=None), 8, (((0, 8),),), "sdpa")
+    layout = ShardedLayout(ALONE, 8, (((0, 8),),), "sdpa")
     steps = UlyssesAttention(None, layout, None, {}, 2, 1)
     assert isinstance(steps, SequenceParallelAttention) and isinstance(steps.in_groups(1), SequenceParallelAttention)
     protocols = (SequenceParallelAttention, SequenceParallelFunction)

@@ -102,7 +102,7 @@ class SequenceParallelAttention(Protocol):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share a sequence."""
+        """The number of ranks to which heads are dealt."""
 
     def in_groups(self, groups: int) -> "SequenceParallelAttention":
         """Returns the steps for one of so many groups of heads; `groups` divides the number of kv heads."""

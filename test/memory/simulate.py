@@ -138,7 +138,7 @@ def attention(setup: Setup) -> Callable:
 
     if setup.sequence_parallel == 1 or setup.shared_tokens:
         return whole
-    return WithoutScores(seqtile.sp.initialize(setup.sequence_parallel))
+    return WithoutScores(seqtile.sp.initialize(setup.sequence_parallel, per_node=setup.nodes.per_node))
 
 
 class WithoutScores(UlyssesFunction):
@@ -238,7 +238,8 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     if setup.shared_tokens:  # an attention that is called as FlashAttention is
         AttentionMaskInterface.register(name, flash_attention_mask)
     name = setup.attention if setup.attention in ("sdpa", "eager") else name  # Hugging Face's own, with its masks
-    sp_group = seqtile.sp.initialize(setup.sequence_parallel) if setup.gpus > 1 and setup.shared_tokens else None
+    size, per_node = setup.sequence_parallel, setup.nodes.per_node
+    sp_group = seqtile.sp.initialize(size, per_node=per_node) if setup.gpus > 1 and setup.shared_tokens else None
     with torch.device("meta"):
         model = causal_lm = AutoModelForCausalLM.from_config(
             config,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import seqtile
 from seqtile import sp
+from seqtile.attention.nodes import Nodes
 from seqtile.sp.cut import parts_of
-from seqtile.sp.nodes import Nodes
 from sp.over_ranks import assert_same_step, by_first_rank, context
 from sp.whole import by_one
 from support.tiny import VOCAB, build

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqtile.attention.nodes import Nodes
 from seqtile.sp.all_to_all import AllToAll
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.nodes import Nodes
 from sp.test_heads import shapes
 from support.choice import every_pair
 

@@ -9,8 +9,8 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from seqtile import apply_seqtile, sp
+from seqtile.attention.nodes import Nodes
 from seqtile.sp import cut, shards
-from seqtile.sp.nodes import Nodes
 from support.tiny import batch_of, build
 
 

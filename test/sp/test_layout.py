@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from seqtile import sp
-from seqtile.attention import by_masks, segments
+from seqtile.attention import by_masks, nodes, segments
 from seqtile.attention.layout import edges_of, rows_between
 from seqtile.protocols import SHARDED
-from seqtile.sp import attention, nodes, same_batch
+from seqtile.sp import attention, same_batch
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import ShardedLayout
@@ -90,7 +90,7 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(attention, "device_of", lambda sp_group: torch.device("cpu"))
     of_ranks = ShardedLayout(SequenceParallel("ranks", 1, 8, 0, 1), 5, (((0, 40),),), "sdpa")
-    steps = UlyssesAttention(SimpleNamespace(), of_ranks, None, {}, 8, 8, False)
+    steps = UlyssesAttention(SimpleNamespace(), of_ranks, None, {}, 8, 8)
     assert [steps.agree_on_max(size) for size in (3, 0)] == [9, 9]
     assert calls == [(dist.ReduceOp.MAX, "ranks")]
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqtile.attention.heads import count, within
-from seqtile.sp.nodes import Nodes, received
+from seqtile.attention.nodes import Nodes, received
+from seqtile.sp.shards import in_order, places_of
 from sp.test_heads import shapes
 
 
@@ -19,12 +20,12 @@ def test_each_token_once(shape: tuple[int, int, int, int], number: int) -> None:
     held = [nodes.tokens_of(rank, length) for rank in range(nodes.size)]
     assert {count(runs) for runs in held} == {length // nodes.size}
     assert all(list(runs) == sorted(runs) and len(runs) <= min(2, number) for runs in held)
-    places = nodes.places(length)
+    places = places_of(length, nodes)
     tokens = [[token for run in runs for token in range(*run)] for runs in held]
     for rank, own in enumerate(tokens):
         assert places[own].tolist() == [*range(rank * len(own), (rank + 1) * len(own))]
     gathered = torch.tensor(tokens)[:, None]
-    assert nodes.in_order(gathered)[0].tolist() == [*range(length)]
+    assert in_order(gathered, nodes)[0].tolist() == [*range(length)]
 
 
 @given(shapes(), st.integers(1, 4), st.booleans())

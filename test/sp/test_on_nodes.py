@@ -1,13 +1,9 @@
 """Ranks that pass for several nodes: what test_sequence_parallel.py and test_whole_batches.py do on one."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import pytest
 
-from distributed.cases import pool_of
-from sp import images, misuse, mixed_precision, prefixes, recurrences, steps, whole, worker
-from sp.cases import attention_cases, layer_cases, reducer_cases
+from sp import whole, worker
+from sp.cases import attention_cases, layer_cases
 from sp.over_ranks import on_nodes
 from support.pool import Pool
 
@@ -24,7 +20,9 @@ def each_on_nodes(cases: list[tuple], every_day: tuple[str, ...]) -> pytest.Mark
         for i, case in enumerate(cases):
             name = f"{case[0]}-{case[1]}"
             marks = () if ranks == 4 and name in every_day else FULL
-            found.append(pytest.param(ranks, per_node, i, case, marks=marks, id=f"{ranks // per_node}x{per_node}-{name}"))
+            found.append(
+                pytest.param(ranks, per_node, i, case, marks=marks, id=f"{ranks // per_node}x{per_node}-{name}")
+            )
     return pytest.mark.parametrize(("pool", "per_node", "i", "case"), found, indirect=["pool"])
 
 

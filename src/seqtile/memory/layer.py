@@ -59,7 +59,7 @@ def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
 def planned_groups(shape: Shape, setup: Setup) -> int | None:
     """Returns the number of groups of kv heads; None if all attend at once. Raises ValueError if the groups do not
     divide the kv heads, or leave a GPU without its own kv head in a group (which can run but has no formula here)."""
-    heads, ranks = shape.kv_heads, setup.sequence_parallel
+    heads, ranks = shape.kv_heads, setup.nodes.sharers(shape.heads, shape.kv_heads)
     groups = number_of_groups(heads, setup.head_groups, ranks)
     if groups is not None:
         each = f"so that each of the {ranks} GPUs that share a sequence has a kv head of its own in every group"
@@ -68,16 +68,17 @@ def planned_groups(shape: Shape, setup: Setup) -> int | None:
     return groups
 
 
-def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, bool]:
-    """Returns the bytes of the queries and of the keys that attention reads on the GPU with most of them, and whether
-    query heads share keys there."""
-    size = setup.sequence_parallel
-    a_head = tokens * size * shape.head_dim * setup.bytes
-    if size > shape.heads:  # GPUs share a head's queries
-        return a_head // (size // shape.heads), a_head, False
-    shares = (heads_of_rank(rank, size, shape.heads, shape.kv_heads) for rank in range(size))
+def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, int]:
+    """Returns the bytes of the queries and of the keys that attention reads on the GPU with most of them, and of keys
+    for every query head; 0 if query heads share no keys there."""
+    sharers = setup.nodes.sharers(shape.heads, shape.kv_heads)
+    a_token = tokens * shape.head_dim * setup.bytes
+    of_queries, of_keys = a_token * sharers, a_token * setup.sequence_parallel
+    if sharers > shape.heads:  # GPUs share a head's queries
+        return of_queries // (sharers // shape.heads), of_keys, 0
+    shares = (heads_of_rank(rank, sharers, shape.heads, shape.kv_heads) for rank in range(sharers))
     heads, kv_heads = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
-    return a_head * heads, a_head * kv_heads, heads > kv_heads
+    return of_queries * heads, of_keys * kv_heads, of_keys * heads if heads > kv_heads else 0
 
 
 class Layer:
@@ -95,25 +96,25 @@ class Layer:
         """Bytes of a tensor of hidden states."""
         self.cast = tokens * shape.hidden * setup.bytes
         """Bytes of hidden states that a matrix product reads or writes; under autocast a copy."""
-        self.q, self.kv, grouped = head_shares(shape, setup, tokens)
+        self.q, self.kv, expanded = head_shares(shape, setup, tokens)
         self.qkv = self.q + 2 * self.kv
         self.squares, self.eager = squares_of(shape, setup, batch), setup.attention == "eager"
-        self.repeated = 2 * self.q if grouped and self.squares.kept else 0
+        self.repeated = 2 * expanded if self.squares.kept else 0
         """Bytes of keys and values for every query head, where Hugging Face repeats them."""
         self.lse = 0 if self.squares.kept and self.eager else tokens * shape.heads * FLOAT
         """Bytes of attention's log-sum-exp, kept for the backward."""
         d_q = self.q * FLOAT // setup.bytes if self.lse else 0
-        workspace = d_q + (2 * self.q if grouped else 0) + self.lse + self.squares.backward
+        workspace = d_q + 2 * expanded + self.lse + self.squares.backward
         self.attention = self.q + self.qkv + workspace
         """Bytes that attention's backward adds: gradients of the output and of q, k, v; the workspace."""
         if batch.shared:
-            self.attention, self.lse = self._calls_again(grouped), 0
+            self.attention, self.lse = self._calls_again(expanded), 0
         self.output = tokens * shape.q * setup.bytes if setup.sequence_parallel > 1 else 0
         """Bytes of attention's output for this GPU's tokens, if it is a separate tensor."""
         self.groups = planned_groups(shape, setup)
         self.final_norm = self.norm(shape.hidden, stream=True, chunked="layer" in setup.tiles)
 
-    def _calls_again(self, grouped: bool) -> int:
+    def _calls_again(self, expanded: int) -> int:
         """Returns the bytes that the backward of attention in several calls adds: gradients of the output; float32
         gradients of keys and values; gradients of queries for the finished calls; and for the call being recomputed its
         keys, values and output, all gradients, and the workspace."""
@@ -121,8 +122,8 @@ class Layer:
         for queries, keys in self.batch.calls():
             q, lse = (whole * queries // everything for whole in (self.q, self.lse * self.batch.gpus))
             kv = self.kv * keys // everything
-            expanded = 2 * self.q * keys // everything if grouped else 0
-            most = max(most, through + 2 * q + 4 * kv + q * FLOAT // size + expanded + 2 * lse)
+            more = 2 * expanded * keys // everything
+            most = max(most, through + 2 * q + 4 * kv + q * FLOAT // size + more + 2 * lse)
             through += q
         return self.q + 2 * self.kv * FLOAT // size + most
 

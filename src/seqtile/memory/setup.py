@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from seqtile.attention.nodes import Nodes
+
 GIB = 2**30
 MOST = 2**60  # of a count: the bytes of more would overflow a float
 FLOAT = 4
@@ -120,6 +122,9 @@ class Setup:
         expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
         expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
+        even = self.sequence_parallel % self.nodes.per_node == 0
+        each = f"at most the {self.gpus_per_node} GPUs of a node, or a multiple of them"
+        expect("sequence_parallel", even, each, self.sequence_parallel)
         whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
         expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
         half = "bfloat16 or float16 under autocast, which computes in it"
@@ -133,6 +138,11 @@ class Setup:
             raise ValueError("offload of weights: expected none with load_in_4bit, which decodes them on the GPU")
         if "weights" in self.offload and self.gpus > 1 and self.zero_stage < 3:
             raise ValueError(f"offload of weights needs zero_stage 3 on {self.gpus} GPUs, got {self.zero_stage}")
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes of the GPUs that share a sequence."""
+        return Nodes(self.sequence_parallel, min(self.sequence_parallel, self.gpus_per_node))
 
     @property
     def bytes(self) -> int:

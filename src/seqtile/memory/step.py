@@ -78,7 +78,8 @@ class Plan:
     def heads_at_once(self) -> int:
         """The query heads that attention on a GPU computes at once."""
         groups = planned_groups(self.shape, self.setup) or 1
-        return -(-self.shape.heads // (groups * self.setup.sequence_parallel))
+        sharers = self.setup.nodes.sharers(self.shape.heads // groups, self.shape.kv_heads // groups)
+        return -(-self.shape.heads // (groups * sharers))
 
     @property
     def fits(self) -> bool:

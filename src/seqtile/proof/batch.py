@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqtile.attention.layout import indices
 from seqtile.protocols import LAYOUT, SHARDED
 
 TOKENS, FEWEST = 28, 6
@@ -52,7 +51,7 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
         # A rank's tokens as a part of one sequence, without a mask.
         sp_group = sharded.sp_group
         own = sp_group.nodes.tokens_of(sp_group.rank, sp_group.size * len(columns))
-        positions = indices(own, tokens.device)
+        positions = torch.cat([torch.arange(*run, device=tokens.device) for run in own])
         inputs["position_ids"] = positions.expand_as(inputs.get("position_ids", positions[None])).contiguous()
         inputs.pop("attention_mask", None)
     if "labels" in names:

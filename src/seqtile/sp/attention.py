@@ -34,16 +34,21 @@ class UlyssesAttention(SequenceParallelAttention):
     """As in `LocalAttention`."""
     q_heads: int
     kv_heads: int
-    in_nodes: bool
-    """True if heads are dealt within nodes, see nodes.py."""
+    in_nodes: bool | None = None
+    """True if heads are dealt within nodes, see nodes.py. None: where that takes fewer bytes across nodes, and the
+    attention can compute the queries of one node's tokens."""
 
     def __post_init__(self) -> None:
+        if self.in_nodes is None:
+            fewer = self.layout.sp_group.nodes.chooses_in_nodes(self.q_heads, self.kv_heads)
+            object.__setattr__(self, "in_nodes", fewer and computes_some_queries(self.layout.implementation))
         key = ("checked", type(self.module), self.window, self.q_heads, *self.options)
         self.layout.once(key, lambda: check(self.local, self.ranks, self.q_heads))
 
     @property
     def ranks(self) -> int:
-        return self.layout.sp_group.size
+        nodes = self.layout.sp_group.nodes
+        return nodes.per_node if self.in_nodes else nodes.size
 
     @property
     def qkv(self) -> AllToAll:
@@ -58,10 +63,8 @@ class UlyssesAttention(SequenceParallelAttention):
     def in_groups(self, groups: int) -> "UlyssesAttention":
         if groups > 1 and SINKS in self.options:
             raise ValueError("groups of heads over ranks: expected an attention without sinks; leave out head_groups")
-        heads = self.q_heads // groups, self.kv_heads // groups
-        return UlyssesAttention(
-            self.module, self.layout, self.window, self.options, *heads, _in_nodes(self.layout, *heads)
-        )
+        heads = {"q_heads": self.q_heads // groups, "kv_heads": self.kv_heads // groups}
+        return replace(self, **heads, in_nodes=None)
 
     def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
         return self.qkv.start(in_one_dtype(q, k, v), to_heads=True)
@@ -148,14 +151,7 @@ class UlyssesFunction(SequenceParallelFunction):
         if window is None and (unsaid := _window_of(module)) is not None and unsaid < layout.length:
             raise ValueError(f"a window of {unsaid} is not passed on to attention by this model; leave it whole")
         kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}
-        return UlyssesAttention(module, layout, window, kept, *heads, _in_nodes(layout, *heads))
-
-
-def _in_nodes(layout: ShardedLayout, q_heads: int, kv_heads: int) -> bool:
-    """Returns whether heads are dealt within nodes: that takes fewer bytes across nodes, and the attention can compute
-    the queries of one node's tokens."""
-    fewer = layout.sp_group.nodes.chooses_in_nodes(q_heads, kv_heads)
-    return fewer and computes_some_queries(layout.implementation)
+        return UlyssesAttention(module, layout, window, kept, *heads)
 
 
 ulysses_attention = UlyssesFunction()

@@ -25,11 +25,11 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
 from seqtile.attention.layout import indices
+from seqtile.attention.nodes import Nodes
 from seqtile.ops.graph import nodes_behind
 from seqtile.sp.attention import NAME
 from seqtile.sp.groups import SequenceParallel, add_up, device_of
 from seqtile.sp.layout import ShardedLayout
-from seqtile.sp.nodes import Nodes
 from seqtile.sp.sharding_hooks import BATCH_HASH, WHOLE_LENGTH, Forward, ShardingHooks
 from seqtile.sp.shards import IGNORED, hash_of_tokens, shards_of
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from seqtile.attention.nodes import Nodes
 from seqtile.sp.meshes import Shared, shared_along
-from seqtile.sp.nodes import Nodes
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from seqtile.attention.layout import Layout, text_positions
 from seqtile.protocols import LAYOUT
 from seqtile.sp.all_to_all import AllToAll
 from seqtile.sp.groups import SequenceParallel, gather
+from seqtile.sp.shards import in_order
 
 
 class ShardedLayout(Layout):
@@ -56,5 +57,5 @@ def gathered_positions(
     One or two small collectives."""
     nodes, length = sp_group.nodes, sp_group.size * position_ids.shape[-1]
     text = text_positions(position_ids, nodes.tokens_of(sp_group.rank, length))
-    whole = nodes.in_order(gather(text, sp_group))
-    return whole, None if mask is None else nodes.in_order(gather(mask.to(torch.uint8), sp_group))
+    whole = in_order(gather(text, sp_group), nodes)
+    return whole, None if mask is None else in_order(gather(mask.to(torch.uint8), sp_group), nodes)

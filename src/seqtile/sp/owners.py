@@ -13,6 +13,7 @@ from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.graph import nodes_behind
 from seqtile.protocols import OF_ALL_RANKS
 from seqtile.sp.groups import SequenceParallel, add_up, gather
+from seqtile.sp.shards import places_of
 from seqtile.tensor_like import View
 
 Index = Tensor | slice
@@ -44,8 +45,7 @@ class Owners:
     @classmethod
     def of_parts(cls, rows: int, length: int, sp_group: SequenceParallel) -> "Owners":
         """Returns owners of [rows, length] tokens, of which each rank holds an equal part of each row, in order."""
-        local = -(-length // sp_group.size)
-        ranks = sp_group.nodes.places(local * sp_group.size)[:length] // local
+        ranks = places_of(length, sp_group.nodes) // -(-length // sp_group.size)
         return cls.of_ranks(ranks.expand(rows, -1), sp_group)
 
     @property

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqtile.attention.heads import Rows
-from seqtile.sp.nodes import Nodes
+from seqtile.attention.layout import indices
+from seqtile.attention.nodes import Nodes
 from seqtile.sp.same_batch import hash_of
 
 IGNORED = -100
@@ -40,6 +41,18 @@ def shards_of(
         {**batch, **{name: _part(name, batch[name], dim, nodes.tokens_of(rank, padded)) for name, dim in dims.items()}}
         for rank in ranks
     ]
+
+
+def in_order(parts: Tensor, nodes: Nodes) -> Tensor:
+    """Returns the values [B, length] of whole sequences from each rank's [ranks, B, S]."""
+    whole = torch.cat(list(parts), 1)
+    return torch.cat([whole[:, slice(*place)] for _, place in nodes.runs(whole.shape[1])], 1)
+
+
+def places_of(length: int, nodes: Nodes) -> Tensor:
+    """Returns the place of each of `length` tokens on the ranks, see `Nodes.runs`."""
+    padded = -(-length // nodes.size) * nodes.size
+    return indices([place for _, place in nodes.runs(padded)])[:length]
 
 
 def _part(name: str, value: Tensor, dim: int, tokens: Rows) -> Tensor:

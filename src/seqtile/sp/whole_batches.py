@@ -28,7 +28,7 @@ from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
 from seqtile.sp.same_batch import bits, hash_of
 from seqtile.sp.sharding_hooks import BATCH_HASH, Forward, ShardingHooks, check_lengths, check_tokens
-from seqtile.sp.shards import hash_of_tokens, sequence_dim, shards_of
+from seqtile.sp.shards import hash_of_tokens, places_of, sequence_dim, shards_of
 from seqtile.sp.token_shard import shared
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # some models pass them on to their text model
@@ -177,7 +177,7 @@ class WholeBatches:
         [shard] = shards_of(batch, rows, length, [sp_group.rank], sp_group.nodes)
         layout.position_ids = shard["position_ids"]
         if tree is not None:
-            forward.owners = Owners(sp_group.nodes.places(layout.length)[tree.places], layout.local, sp_group)
+            forward.owners = Owners(places_of(layout.length, sp_group.nodes)[tree.places], layout.local, sp_group)
         return shard, layout
 
     def _layout(self, batch: dict[str, Any], rows: int, length: int) -> ShardedLayout:

@@ -22,11 +22,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from seqtile.attention.heads import RankHeads, Rows, count, rank_heads, taken, width, within, zigzag
-from seqtile.attention.layout import indices
 
 
 class Nodes(NamedTuple):
@@ -49,17 +45,9 @@ class Nodes(NamedTuple):
         local = length // self.size
         return taken(self.tokens_of_node(node, length), place * local, (place + 1) * local)
 
-    def places(self, length: int) -> Tensor:
-        """Returns where each token is: its rank times the tokens of a rank, plus its index among those of the rank."""
-        return indices([place for _, place in self._runs(length)])
-
-    def in_order(self, gathered: Tensor) -> Tensor:
-        """Returns the values [B, length] of whole sequences from each rank's [ranks, B, S]."""
-        whole = torch.cat(list(gathered), 1)
-        return torch.cat([whole[:, slice(*place)] for _, place in self._runs(whole.shape[1])], 1)
-
-    def _runs(self, length: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Returns each run of tokens that is on one rank, in the order of tokens, and its place, see `places`."""
+    def runs(self, length: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Returns each run of tokens that one rank holds, in the order of tokens, and its places: a token's place is
+        its rank times the tokens of a rank, plus its index among those of the rank."""
         if self.number == 1:
             return [((0, length), (0, length))]
         held = [run for rank in range(self.size) for run in self.tokens_of(rank, length)]
@@ -79,6 +67,10 @@ class Nodes(NamedTuple):
     def chooses_in_nodes(self, q_heads: int, kv_heads: int) -> bool:
         """Returns whether fewer bytes cross the network if heads are dealt within nodes."""
         return self.number > 1 and received(self, q_heads, kv_heads, True) < received(self, q_heads, kv_heads, False)
+
+    def sharers(self, q_heads: int, kv_heads: int) -> int:
+        """Returns how many ranks heads are dealt to: all, or those of a node."""
+        return self.per_node if self.chooses_in_nodes(q_heads, kv_heads) else self.size
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqtile.attention.heads import count, within
-from seqtile.attention.nodes import Nodes, received
+from seqtile.attention.nodes import Nodes, Received, received
 from seqtile.sp.shards import in_order, places_of
 from sp.test_heads import shapes
 
@@ -58,19 +58,25 @@ def test_equal_work(q_heads: int, kv_heads: int, number: int, per_node: int, in_
     assert max(work) <= 1.1 * sum(work) / len(work)
 
 
+def of_a_forward(found: Received) -> float:
+    return found.keys + 2 * found.queries
+
+
 def test_bytes_across_nodes() -> None:
     """What a rank receives from other nodes, in tokens times heads: by formula for 32 query heads and 8 kv heads on two
     nodes of four, and at most the flat plan's, in whichever way it is sent."""
     nodes = Nodes(8, 4)
-    flat, within_nodes = (received(nodes, 32, 8, in_nodes) / nodes.size for in_nodes in (False, True))
-    assert flat == 4 / 2 + 2 * 1 / 2 + 4 / 2 and within_nodes == 2 * 2 / 2  # half of the tokens are elsewhere
-    assert within_nodes <= 0.4 * flat and nodes.chooses_in_nodes(32, 8)
+    flat, within_nodes = (received(nodes, 32, 8, in_nodes) for in_nodes in (False, True))
+    assert flat == (8 * 2 * 1 / 2, 8 * 4 / 2) and within_nodes == (8 * 2 * 2 / 2, 0)  # half of the tokens are elsewhere
+    assert of_a_forward(within_nodes) <= 0.4 * of_a_forward(flat) and nodes.chooses_in_nodes(32, 8)
     chosen = 0
     for number, per_node in ((2, 4), (2, 8), (4, 8), (8, 8), (3, 5)):
         for q_heads, kv_heads in HEADS[:4]:
             nodes = Nodes(number * per_node, per_node)
-            flat, within_nodes = (received(nodes, q_heads, kv_heads, in_nodes) for in_nodes in (False, True))
+            flat, within_nodes = (
+                of_a_forward(received(nodes, q_heads, kv_heads, in_nodes)) for in_nodes in (False, True)
+            )
             assert nodes.chooses_in_nodes(q_heads, kv_heads) == (within_nodes < flat)
             chosen += within_nodes < flat
     assert 5 < chosen < 20
-    assert not Nodes(8, 8).chooses_in_nodes(32, 8) and received(Nodes(8, 8), 32, 8, False) == 0
+    assert not Nodes(8, 8).chooses_in_nodes(32, 8) and received(Nodes(8, 8), 32, 8, False) == (0, 0)

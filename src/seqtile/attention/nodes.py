@@ -17,7 +17,6 @@ There are two plans of heads. In both a rank gets keys and values of whole seque
 The plan with the fewest bytes across nodes is chosen, for each number of heads.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -66,24 +65,33 @@ class Nodes(NamedTuple):
 
     def chooses_in_nodes(self, q_heads: int, kv_heads: int) -> bool:
         """Returns whether fewer bytes cross the network if heads are dealt within nodes."""
-        return self.number > 1 and received(self, q_heads, kv_heads, True) < received(self, q_heads, kv_heads, False)
+        if self.number == 1:
+            return False
+        (keys, queries), (flat_keys, flat_queries) = (received(self, q_heads, kv_heads, way) for way in (True, False))
+        return keys + 2 * queries < flat_keys + 2 * flat_queries  # outputs are as large as queries
 
     def sharers(self, q_heads: int, kv_heads: int) -> int:
         """Returns how many ranks heads are dealt to: all, or those of a node."""
         return self.per_node if self.chooses_in_nodes(q_heads, kv_heads) else self.size
 
 
+class Received(NamedTuple):
+    """What all ranks together receive from other nodes in a forward's attention, for each token of a sequence, in
+    elements of a head. A backward sends as much."""
+
+    keys: float
+    """Keys and values."""
+    queries: float
+    """Queries; outputs are as many."""
+
+
 @lru_cache(maxsize=256)
-def received(nodes: Nodes, q_heads: int, kv_heads: int, in_nodes: bool) -> float:
-    """Returns how many elements of each token all ranks together receive from other nodes in a forward's attention, in
-    heads: of queries, keys, values and outputs. A backward sends as many."""
-    length = 2 * nodes.size
-    return sum(_received(nodes, q_heads, kv_heads, length, in_nodes)) / length
-
-
-def _received(nodes: Nodes, q_heads: int, kv_heads: int, length: int, in_nodes: bool) -> Iterator[int]:
+def received(nodes: Nodes, q_heads: int, kv_heads: int, in_nodes: bool) -> Received:
+    """Returns what crosses the network by the plan within nodes or the flat one."""
+    length, keys, queries = 2 * nodes.size, 0, 0
     for rank, heads in enumerate(nodes.heads(q_heads, kv_heads, length, in_nodes)):
         own = nodes.tokens_of_node(rank // nodes.per_node, length)
         here = sum(count(within(heads.rows, *run)) for run in own)
-        yield 2 * width(heads.kv) * (length - count(own))  # keys and values
-        yield 2 * width(heads.q) * (count(heads.rows) - here)  # queries here, and as many elements of outputs there
+        keys += 2 * width(heads.kv) * (length - count(own))
+        queries += width(heads.q) * (count(heads.rows) - here)
+    return Received(keys / length, queries / length)

@@ -182,7 +182,8 @@ class Formula(Predictor):
         setup = replace(setup, accumulate=setup.accumulate and not self.evaluate)
         step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
         moments = step.evaluation() if self.evaluate else step.moments()
-        return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())
+        network = None if self.evaluate else step.network
+        return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host(), network)
 
 
 def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = False, **setup: Any) -> Plan:

@@ -18,7 +18,7 @@ TILES = ("loss", "mlp", "layer")
 OFFLOAD = ("activations", "optimizer", "weights")
 ATTENTIONS = ("varlen", "flash", "sdpa", "eager")
 ROWS = ("plain", "packed", "padded")
-SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate")
+SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate", "hsdp")
 
 
 def expect(name: str, right: object, expected: str, got: object) -> None:
@@ -58,6 +58,8 @@ class Setup:
     zero_stage: int = 3
     """The stage of ZeRO. It shards over all GPUs: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 (as FSDP2)
     also weights."""
+    hsdp: bool = False
+    """True: FSDP2 shards over the GPUs of a node, and every node has all of it (HSDP)."""
     optimizer: str = "adamw"
     """One of adamw, adamw_8bit and sgd. For half-precision weights adamw keeps a float32 copy: with weights and
     gradients 16 bytes per parameter, as for float32 weights under FSDP2's mixed precision. The others keep none;
@@ -127,6 +129,7 @@ class Setup:
         expect("sequence_parallel", even, each, self.sequence_parallel)
         whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
         expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
+        expect("hsdp", not self.hsdp or self.zero_stage == 3, "zero_stage 3, which is FSDP2's", self.zero_stage)
         half = "bfloat16 or float16 under autocast, which computes in it"
         expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
         expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)
@@ -176,7 +179,8 @@ class Setup:
 
     def ranks(self, stage: int) -> int:
         """Returns the number of GPUs that share what ZeRO shards from `stage` on."""
-        return self.gpus if self.zero_stage >= stage else 1
+        sharing = min(self.gpus, self.gpus_per_node) if self.hsdp else self.gpus
+        return sharing if self.zero_stage >= stage else 1
 
 
 def setup_of(options: Mapping[str, Any]) -> Setup:

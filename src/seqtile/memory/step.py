@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from seqtile.memory.batch import Batch
 from seqtile.memory.layer import Alive, Layer, planned_groups
+from seqtile.memory.network import Traffic, traffic
 from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup
 from seqtile.memory.shape import Shape
 
@@ -49,6 +50,8 @@ class Plan:
     """The moments at which memory may peak, in the order of a step."""
     host: Parts
     """Bytes in the host memory of a node, by purpose: "inputs", "optimizer", "weights"."""
+    network: Traffic | None = None
+    """Bytes that a node receives from others; None on one node, and of an evaluation."""
 
     @property
     def peak(self) -> Moment:
@@ -106,6 +109,8 @@ class Step:
         self.layer_weights = _layer_weights(shape, setup)
         weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
+        gradients = self.trained * (setup.weight_bytes if setup.full else FLOAT)
+        self.network = traffic(shape, setup, batch.rows * batch.seq_len, weights + adapters, gradients)
         states = self.trained * setup.optimizer_bytes
         if setup.full and setup.optimizer == "adamw_8bit":  # for embeddings, in float32
             states += shape.head_parameters * (OPTIMIZERS["adamw"] - OPTIMIZERS["adamw_8bit"])

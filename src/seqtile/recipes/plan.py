@@ -37,7 +37,9 @@ class PlanOptions:
     gpu_memory_gib: float = option(80, "GiB of memory of a GPU, all that it has.", "--gpu-memory")
     margin: float = option(MARGIN, "Share of it that is kept free, since plans may be a fifth too low.")
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
-    gpus_per_node: int = option(8, "GPUs per node.")
+    gpus_per_node: int = option(8, "GPUs per node.", "--gpus-per-node", "--per-node")
+    hsdp: bool = option(False, "Shard over the GPUs of a node only, and replicate over nodes (FSDP2's HSDP).", "--hsdp")
+    network: float | None = option(None, "GB/s that a node receives from others: prints how long that takes.")
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
     optimizer: str = option("adamw", "adamw (16 bytes a parameter, float32 copy included), adamw_8bit or sgd.")
     dtype: str = option("bfloat16", "Dtype of weights and activations: bfloat16, float16 or float32.")
@@ -87,6 +89,8 @@ class PlanResult:
     """Lines of Python that turn the features on, if the plan fits."""
     remedies: dict[str, int] = field(default_factory=dict)
     """If the plan does not fit: further options, and the longest sequence with each."""
+    network: float | None = None
+    """GB/s that a node receives from others, if that was given."""
 
     def fits(self, seq_len: int) -> bool:
         """Returns whether a sequence of `seq_len` tokens fits."""
@@ -138,7 +142,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
     notes = [*shape.notes, *_notes(step), *more]
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
-    return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated, lengths, step, *fitting)
+    return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated, lengths, step, *fitting, asked.network)
 
 
 def _notes(step: Plan) -> list[str]:
@@ -219,6 +223,10 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     several, shared_by, quantised = setup.gpus > 1, setup.sequence_parallel, setup.load_in_4bit
     on_host, moved = "activations" in setup.offload, [part for part in setup.offload if part != "activations"]
     sharded = several and stage == 3 and not moved and not quantised  # by FSDP2
+    hsdp = sharded and setup.hsdp and setup.gpus > each
+    mesh, over = f"({setup.gpus},)", ""
+    if hsdp:
+        mesh, over = f'({setup.gpus // each}, {each}), mesh_dim_names=("dp_replicate", "dp_shard")', ", mesh=mesh"
     liger = f"apply_liger_kernel_to_{plan.shape.model_type}"
     four_bits = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
     by_flash = setup.attention == "flash" and makes_squares(plan.shape, replace(setup, attention="sdpa"))
@@ -243,7 +251,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (quantised, "from transformers import BitsAndBytesConfig"),
         (True, "from transformers import AutoModelForCausalLM"),
         (sharded, "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"),
-        (several, f'torch.distributed.init_device_mesh("cuda", ({setup.gpus},))  # starts the process group'),
+        (several, f'{"mesh = " * hsdp}torch.distributed.init_device_mesh("cuda", {mesh})  # starts the process group'),
         (setup.liger, f"from liger_kernel.transformers import {liger}", f"{liger}()  # before the model is built"),
         (quantised, f"four_bits = BitsAndBytesConfig({four_bits}, bnb_4bit_use_double_quant=True)"),
         (True, f"model = AutoModelForCausalLM.from_pretrained({loaded}).train()"),
@@ -252,7 +260,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (setup.shared_tokens, f"seqtile.share_prefixes(model{least})"),
         (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}), batches="whole")'),
         (moved, f"# DeepSpeed's ZeRO-{max(stage, 1)} with {' and '.join(moved)} offloaded to the CPU"),
-        (sharded, "for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy})"),
+        (sharded, "for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy}{over})"),
         (several and not moved and not sharded, f"# {by_other}"),
         (on_host, 'offload.enable(model, device="cuda")'),  # wherever the model is yet
         (not on_host, f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}'),
@@ -270,6 +278,9 @@ def figures(forecast: PlanResult) -> dict[str, Any]:
         values["plan"] = {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
         values["plan"] |= {"setup": asdict(plan.setup), "peak": plan.peak.name}
         values["plan"] |= {"gpu_gib": in_gib(plan.peak.parts), "host_gib": in_gib(plan.host)}
+        values["plan"]["node_receives_gb"] = plan.network and {
+            part: round(size / 1e9, 3) for part, size in plan.network._asdict().items()
+        }
         values["plan"]["moments_gib"] = in_gib({moment.name: moment.bytes for moment in plan.moments})
     return values
 
@@ -300,6 +311,8 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         shown.append(simulated_table(forecast.simulated))
     if plan is not None and any(longest.tokens for _, longest in forecast.lengths):
         shown += [lengths_table(forecast.lengths, plan.setup), parts_table(plan)]
+    if plan is not None and plan.network is not None:
+        shown.append(across_nodes(plan, forecast.network))
     if plan is not None and plan.fits:
         shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
     elif plan is not None:
@@ -316,6 +329,16 @@ def title_of(forecast: PlanResult) -> str:
     size = next(f"{count / one:,.{digits}f} {unit}".rstrip() for one, digits, unit in UNITS if count >= one)
     kept = f", {setup.gpu_memory_gib:g} for a step" if setup.gpu_memory_gib < card else ""
     return f"{forecast.model}: {size} parameters, {plan.shape.layers} layers; {gpus} of {card:g} GiB{kept}"
+
+
+def across_nodes(plan: Plan, rate: float | None) -> str:
+    """Says what a node receives from others in a step, and how long that takes at `rate` GB/s."""
+    found = plan.network
+    flat = f" ({found.flat / 1e9:,.1f} with heads dealt to all GPUs)" if found.attention < found.flat else ""
+    text = f"A node receives {found.all / 1e9:,.1f} GB from others in a step: {found.attention / 1e9:,.1f} of attention"
+    text += f"{flat}, {found.weights / 1e9:,.1f} of weights and gradients"
+    text += "" if rate is None else f"; {found.all / 1e9 / rate:,.2f} s at {rate:g} GB/s"
+    return f"{text}. This is arithmetic, not measured."
 
 
 def simulated_table(lengths: dict[str, int]) -> Table:

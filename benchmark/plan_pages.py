@@ -117,7 +117,7 @@ def with_room(gib: float) -> dict[str, float]:
 
 def alst(gpus: int) -> dict[str, Any]:
     """The step of Arctic Long Sequence Training, without Liger's norms."""
-    return {"gpus": gpus, "sequence_parallel": gpus, "offload": EVERYTHING[: 3 if gpus == 1 else 2]}
+    return {"gpus": gpus, "sequence_parallel": gpus, "flat": True, "offload": EVERYTHING[: 3 if gpus == 1 else 2]}
 
 
 def short(model: str) -> str:

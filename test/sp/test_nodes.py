@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqtile.attention.heads import count, within
+from seqtile.attention.heads import count, width, within
 from seqtile.attention.nodes import Nodes, Received, received
 from seqtile.sp.shards import in_order, places_of
+from sp.test_all_to_all import Wire, plans_of
 from sp.test_heads import shapes
 
 
@@ -62,9 +63,36 @@ def of_a_forward(found: Received) -> float:
     return found.keys + 2 * found.queries
 
 
-def test_bytes_across_nodes() -> None:
-    """What a rank receives from other nodes, in tokens times heads: by formula for 32 query heads and 8 kv heads on two
-    nodes of four, and at most the flat plan's, in whichever way it is sent."""
+def across(nodes: Nodes, q_heads: int, kv_heads: int, in_nodes: bool, backward: bool) -> int:
+    """Returns the elements that the all-to-alls of attention, with heads of one element, send to other nodes."""
+    sent, local = 0, 4
+    for by_kv in ((False, True, True), (False,)):
+        to_heads = (len(by_kv) == 3) != backward
+        for rank, plan in enumerate(plans_of(nodes, q_heads, kv_heads, by_kv, local, in_nodes)):
+            heads = [(plan.heads.kv, nodes.size * local) if is_kv else (plan.heads.q, None) for is_kv in by_kv]
+            here = [(1, kv_heads if is_kv else q_heads, local, 1) for is_kv in by_kv]
+            there = [(1, width(own), tokens or count(plan.heads.rows), 1) for own, tokens in heads]
+            with Wire() as wire:
+                plan.start([torch.zeros(shape) for shape in (here if to_heads else there)], to_heads=to_heads)
+                _, _, _, counts = wire.calls[rank]
+            node = range(nodes.size)[rank // nodes.per_node * nodes.per_node :][: nodes.per_node]
+            sent += sum(number for other, number in enumerate(counts) if other not in node)
+    return sent
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_bytes_across_nodes(backward: bool) -> None:
+    """Counted in the all-to-alls, for 32 query heads and 8 kv heads on two nodes of four: as the formula has it, and
+    0.4 times what the flat plan sends."""
+    nodes = Nodes(8, 4)
+    flat, within_nodes = (across(nodes, 32, 8, in_nodes, backward) for in_nodes in (False, True))
+    assert within_nodes <= 0.4 * flat
+    for found, in_nodes in ((flat, False), (within_nodes, True)):
+        assert found == 32 * of_a_forward(received(nodes, 32, 8, in_nodes))
+
+
+def test_never_more_than_flat() -> None:
+    """Elements across nodes for each token and head, by formula; 20 shapes."""
     nodes = Nodes(8, 4)
     flat, within_nodes = (received(nodes, 32, 8, in_nodes) for in_nodes in (False, True))
     assert flat == (8 * 2 * 1 / 2, 8 * 4 / 2) and within_nodes == (8 * 2 * 2 / 2, 0)  # half of the tokens are elsewhere

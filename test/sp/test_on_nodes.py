@@ -1,9 +1,13 @@
 """Ranks that pass for several nodes: what test_sequence_parallel.py and test_whole_batches.py do on one."""
 
+from collections.abc import Callable
+
 import pytest
 
-from sp import whole, worker
+from distributed.cases import pool_of
+from sp import images, loading, prefixes, recurrences, steps, whole, worker
 from sp.cases import attention_cases, layer_cases
+from sp.nodes import compared_first_step, hosts, meshes, refused, status_of
 from sp.over_ranks import on_nodes
 from support.pool import Pool
 
@@ -44,6 +48,96 @@ def test_whole_layers(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     pool.run(on_nodes, per_node, worker.whole_layer, i, *case)
 
 
+def families() -> list[tuple]:
+    """Each family with each kind of sequence, one after the other as shards and as whole batches."""
+    kinds = [*recurrences.SEQUENCES]
+    return [(family, kind) for family in recurrences.FAMILIES for kind in kinds]
+
+
+@each_on_nodes(families(), ("qwen3_5-packed", "deepseek_v3-plain", "gpt_oss-padded"))
+def test_families(pool: Pool, per_node: int, i: int, case: tuple) -> None:
+    """Recurrences, which are dealt to all ranks, sinks and latent attention; bytes sent by the first layer."""
+    batches = ("cut", "whole")[i % 2]
+    pool.run(on_nodes, per_node, recurrences.compared, recurrences.Case(*case, None), None, {}, batches)
+
+
 @each_on_nodes(attention_cases(), ("mqa 4/1-padded", "flash 4/2-packed"))
 def test_whole_batches(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     pool.run(on_nodes, per_node, whole.of_kind, i, *case)
+
+
+@OF_NODES
+@pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, status_of])
+def test_single_cases(pool: Pool, per_node: int, case: Callable[[], None]) -> None:
+    pool.run(on_nodes, per_node, case)
+
+
+@pytest.mark.full("2 s each", but=("gemma3-4in2",))
+@OF_NODES
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_images(pool: Pool, per_node: int, model_type: str) -> None:
+    """Positions of several axes, DeepStack's features, spans of tokens that see each other both ways."""
+    pool.run(on_nodes, per_node, images.compared, model_type, {}, False)
+
+
+@pytest.mark.full("1 s each", but=("None-llama-4in2",))
+@OF_NODES
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("implementation", [None, "eager", "flash_attention_3", "flex_attention"])
+def test_shared_prefixes(pool: Pool, per_node: int, implementation: str | None, family: str) -> None:
+    pool.run(
+        on_nodes,
+        per_node,
+        prefixes.over_ranks,
+        family,
+        {"layer": True} if family == "llama" else None,
+        implementation,
+        True,
+    )
+
+
+@pytest.mark.full("of a product")
+@OF_NODES
+@pytest.mark.parametrize("batches", ["cut", "whole"])
+@pytest.mark.parametrize("kind", recurrences.SEQUENCES)
+@pytest.mark.parametrize(("arch", "shape", "tiled"), recurrences.BALANCED)
+def test_balance(pool: Pool, per_node: int, arch: str, shape: dict, tiled: bool, kind: str, batches: str) -> None:
+    """The loss that balances experts."""
+    pool.run(on_nodes, per_node, recurrences.balance, arch, shape, tiled, kind, batches)
+
+
+@pytest.mark.parametrize("pool", [4], indirect=True)
+@pytest.mark.parametrize("kind", ["sampler", "generator", "random state"])
+def test_loader(pool: Pool, kind: str) -> None:
+    """Ranks that draw different samples, in two groups on two nodes each."""
+    pool.run(on_nodes, 1, loading.epochs_of, kind)
+
+
+@pytest.mark.full("ten steps of 8 ranks", but=("4-hsdp-cut",))
+@pytest.mark.parametrize("batches", ["cut", "whole"])
+@pytest.mark.parametrize(
+    ("pool", "strategy"),
+    [
+        pytest.param(pool_of(strategy, ranks), strategy, id=f"{ranks}-{strategy}")
+        for ranks in (4, 8)
+        for strategy in ("ddp", "fsdp2", "hsdp", "zero3", "zero3_hpz")
+    ],
+    indirect=["pool"],
+)
+def test_reducers(pool: Pool, strategy: str, batches: str) -> None:
+    """Two groups on two nodes each, with half of their ranks on either: ten steps equal one process's."""
+    size, updates = (2, 2) if pool.count == 4 else (4, 10)
+    pool.run(on_nodes, size // 2, steps.reducers, "llama", strategy, {"layer": True}, batches, 1, size, updates)
+
+
+@pytest.mark.parametrize("pool", [4], indirect=True)
+@pytest.mark.parametrize("batches", ["cut", "whole"])
+def test_first_step(pool: Pool, batches: str) -> None:
+    """It is compared, and equal."""
+    pool.run(on_nodes, 2, compared_first_step, batches)
+
+
+@pytest.mark.parametrize("pool", [4], indirect=True)
+@pytest.mark.parametrize("case", [meshes, hosts, refused])
+def test_who_shares_a_sequence(pool: Pool, case: Callable[[], None]) -> None:
+    pool.run(case)

@@ -59,7 +59,7 @@ def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
 def planned_groups(shape: Shape, setup: Setup) -> int | None:
     """Returns the number of groups of kv heads; None if all attend at once. Raises ValueError if the groups do not
     divide the kv heads, or leave a GPU without its own kv head in a group (which can run but has no formula here)."""
-    heads, ranks = shape.kv_heads, setup.nodes.sharers(shape.heads, shape.kv_heads)
+    heads, ranks = shape.kv_heads, setup.sharers(shape.heads, shape.kv_heads)
     groups = number_of_groups(heads, setup.head_groups, ranks)
     if groups is not None:
         each = f"so that each of the {ranks} GPUs that share a sequence has a kv head of its own in every group"
@@ -71,7 +71,7 @@ def planned_groups(shape: Shape, setup: Setup) -> int | None:
 def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, int]:
     """Returns the bytes of the queries and of the keys that attention reads on the GPU with most of them, and of keys
     for every query head; 0 if query heads share no keys there."""
-    sharers = setup.nodes.sharers(shape.heads, shape.kv_heads)
+    sharers = setup.sharers(shape.heads, shape.kv_heads)
     a_token = tokens * shape.head_dim * setup.bytes
     of_queries, of_keys = a_token * sharers, a_token * setup.sequence_parallel
     if sharers > shape.heads:  # GPUs share a head's queries

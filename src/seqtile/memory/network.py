@@ -27,14 +27,14 @@ class Traffic(NamedTuple):
 
 def traffic(shape: Shape, setup: Setup, tokens: int, weights: int, gradients: int) -> Traffic | None:
     """Returns the bytes of a step of so many tokens in a batch of sequences, and so many bytes of the model's weights
-    and of its gradients; None on one node.
+    and of its gradients; None on one node, and for nodes with unequal numbers of a sequence's GPUs.
 
     A checkpointed layer sends in its forward, in its recomputation and in its backward; with attention by groups of
     heads queries, keys and values once more.
     """
-    if setup.gpus <= setup.gpus_per_node:
-        return None
     nodes, groups = setup.nodes, planned_groups(shape, setup) or 1
+    if setup.gpus <= setup.gpus_per_node or nodes.size % nodes.per_node:
+        return None
     a_head = tokens * shape.head_dim * setup.bytes * shape.layers
 
     def attention(in_nodes: bool) -> int:
@@ -42,7 +42,7 @@ def traffic(shape: Shape, setup: Setup, tokens: int, weights: int, gradients: in
         times = 3 if groups == 1 else 4
         return int(a_head * groups * (times * (keys + queries) + 3 * queries) / nodes.number)  # outputs, as queries
 
-    chosen = nodes.chooses_in_nodes(shape.heads // groups, shape.kv_heads // groups)
+    chosen = not setup.flat and nodes.chooses_in_nodes(shape.heads // groups, shape.kv_heads // groups)
     if setup.hsdp or setup.zero_stage == 0:
         sharded = 2 * gradients  # an all-reduce: parts there, and sums back
     elif setup.zero_stage == 3:

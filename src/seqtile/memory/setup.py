@@ -18,7 +18,7 @@ TILES = ("loss", "mlp", "layer")
 OFFLOAD = ("activations", "optimizer", "weights")
 ATTENTIONS = ("varlen", "flash", "sdpa", "eager")
 ROWS = ("plain", "packed", "padded")
-SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate", "hsdp")
+SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate", "flat", "hsdp")
 
 
 def expect(name: str, right: object, expected: str, got: object) -> None:
@@ -41,6 +41,9 @@ class Setup:
     """GPUs in total."""
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
+    flat: bool = False
+    """True: GPUs that share a sequence count as one node, `sp.initialize(per_node=sequence_parallel)`: more crosses the
+    network, and attention holds fewer keys."""
     batches: str = "cut"
     """The input of these GPUs: "cut", each gets its part of a batch, or "whole" batches, as in `sp.apply_ulysses`."""
     shared_tokens: int = 0
@@ -124,8 +127,8 @@ class Setup:
         expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
         expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
-        even = self.sequence_parallel % self.nodes.per_node == 0
-        each = f"at most the {self.gpus_per_node} GPUs of a node, or a multiple of them"
+        even = self.flat or self.sequence_parallel % self.nodes.per_node == 0
+        each = f"at most the {self.gpus_per_node} GPUs of a node, a multiple of them, or flat"
         expect("sequence_parallel", even, each, self.sequence_parallel)
         whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
         expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
@@ -146,6 +149,10 @@ class Setup:
     def nodes(self) -> Nodes:
         """The nodes of the GPUs that share a sequence."""
         return Nodes(self.sequence_parallel, min(self.sequence_parallel, self.gpus_per_node))
+
+    def sharers(self, q_heads: int, kv_heads: int) -> int:
+        """Returns how many GPUs heads are dealt to: those that share a sequence, or those of a node."""
+        return self.sequence_parallel if self.flat else self.nodes.sharers(q_heads, kv_heads)
 
     @property
     def bytes(self) -> int:

@@ -81,7 +81,7 @@ class Plan:
     def heads_at_once(self) -> int:
         """The query heads that attention on a GPU computes at once."""
         groups = planned_groups(self.shape, self.setup) or 1
-        sharers = self.setup.nodes.sharers(self.shape.heads // groups, self.shape.kv_heads // groups)
+        sharers = self.setup.sharers(self.shape.heads // groups, self.shape.kv_heads // groups)
         return -(-self.shape.heads // (groups * sharers))
 
     @property

@@ -169,6 +169,9 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     """Yields notes on what a reader of `status` may not expect."""
     if (outcome := outcome_of(model)) is not None:
         yield f"the first training step: {outcome}"
+    sharded = vars(model).get(SHARDED)
+    if sharded is not None and (sent := sharded.across_nodes) is not None:
+        yield sent
     if not model.training and is_checkpointed(model):
         yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
     for name, reason in refused_of(model).items():
@@ -211,9 +214,10 @@ def _is_on_gpu(model: nn.Module) -> bool:
 def _on_kernels(model: nn.Module, groups: int) -> Iterator[str]:
     """Yields what its attention's kernels compute wrongly in the installed releases, where it can be reached."""
     config, sharded, dtype = model.config.get_text_config(), vars(model).get(SHARDED), str(model.dtype)[6:]
-    ranks, attention = 1 if sharded is None else sharded.sp_group.size, attention_of(model)
     heads, head_dim = (getattr(config, name, None) for name in ("num_attention_heads", "head_dim"))
     if isinstance(heads, int) and dtype != "float32":  # in which sdpa takes another kernel
+        kv_heads, attention = getattr(config, "num_key_value_heads", None) or heads, attention_of(model)
+        ranks = 1 if sharded is None else sharded.sp_group.nodes.sharers(heads, kv_heads)
         limit = flash_limit(attention, -(-heads // (groups * ranks)), head_dim or config.hidden_size // heads)
         if limit is not None:
             yield limit[1]

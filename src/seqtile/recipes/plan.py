@@ -38,6 +38,7 @@ class PlanOptions:
     margin: float = option(MARGIN, "Share of it that is kept free, since plans may be a fifth too low.")
     host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs per node.", "--gpus-per-node", "--per-node")
+    flat: bool = option(False, "Take all GPUs as one node in attention: more crosses nodes, but less memory.", "--flat")
     hsdp: bool = option(False, "Shard over the GPUs of a node only, and replicate over nodes (FSDP2's HSDP).", "--hsdp")
     network: float | None = option(None, "GB/s that a node receives from others: prints how long that takes.")
     zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
@@ -196,7 +197,8 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
 def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more offloaded, and with enough GPUs for `plan` to fit, if it is longer."""
     setup, best = lengths[-1][0], max(longest.tokens for _, longest in lengths)
-    tried: dict[str, dict[str, Any]] = {
+    tried: dict[str, dict[str, Any]] = {} if setup.flat else {"--flat": {"flat": True}}
+    tried |= {
         "--offload optimizer": {"offload": (*setup.offload, "optimizer")},
         "--offload optimizer --offload weights": {"offload": (*setup.offload, "optimizer", "weights")},
     }
@@ -207,7 +209,7 @@ def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]
     for name, changes in tried.items():
         with suppress(ValueError):  # this setup cannot have it
             tokens = Formula(plan.shape).longest(replace(setup, **changes), plan.batch_size).tokens
-            if tokens > best and ("offload" in changes or tokens >= plan.seq_len):
+            if tokens > best and ("gpus" not in changes or tokens >= plan.seq_len):
                 best = longer[name] = tokens
             if best >= plan.seq_len and "gpus" in changes:
                 break
@@ -223,6 +225,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
     several, shared_by, quantised = setup.gpus > 1, setup.sequence_parallel, setup.load_in_4bit
     on_host, moved = "activations" in setup.offload, [part for part in setup.offload if part != "activations"]
     sharded = several and stage == 3 and not moved and not quantised  # by FSDP2
+    flat = f", per_node={shared_by}" if setup.flat and shared_by > setup.gpus_per_node else ""
     hsdp = sharded and setup.hsdp and setup.gpus > each
     mesh, over = f"({setup.gpus},)", ""
     if hsdp:
@@ -258,7 +261,7 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
         (not setup.full, f"model = get_peft_model(model, {adapters})"),
         (applied, f"seqtile.apply_seqtile(model{tiled})"),
         (setup.shared_tokens, f"seqtile.share_prefixes(model{least})"),
-        (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}), batches="whole")'),
+        (shared_by > 1, f'sp.apply_ulysses(model, sp.initialize({shared_by}{flat}), batches="whole")'),
         (moved, f"# DeepSpeed's ZeRO-{max(stage, 1)} with {' and '.join(moved)} offloaded to the CPU"),
         (sharded, "for module in (*model.get_decoder().layers, model):", f"    fully_shard(module{policy}{over})"),
         (several and not moved and not sharded, f"# {by_other}"),

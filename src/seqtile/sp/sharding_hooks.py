@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from seqtile.attention.backends import computes_some_queries
 from seqtile.attention.layout import document_edges, documents_at
 from seqtile.ops.state import exchanged
 from seqtile.protocols import CHOICE, SHARDED
@@ -181,6 +182,26 @@ class ShardingHooks:
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
         """See `seqtile.protocols.ShardedSequences`."""
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
+
+    @property
+    def across_nodes(self) -> str | None:
+        """See `seqtile.protocols.ShardedSequences`."""
+        nodes, config = self.sp_group.nodes, self.model.config.get_text_config()
+        if nodes.number == 1:
+            return None
+        heads = getattr(config, "num_attention_heads", None)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        latents = any(isinstance(each, CompressedKeys) and each.is_chosen for each in self.replaced)
+        recurrences, said = sum(isinstance(each, Recurrence) for each in self.replaced), []
+        if heads is not None and recurrences < self.layers:
+            can = computes_some_queries(self.implementation)
+            in_nodes = can and nodes.chooses_in_nodes(heads, 1 if latents else kv_heads)
+            keys = "latents" if latents else "keys and values"
+            said.append(f"of attention {keys}" if in_nodes else f"of attention queries, {keys} and outputs")
+        if recurrences:
+            said.append(f"of {recurrences} recurrences all that they read and return")
+        where = f"{nodes.size} ranks share a sequence, {nodes.per_node} on each of {nodes.number} nodes"
+        return f"{where}; across nodes go {', and '.join(said)}"
 
     def stop_sharing_prefixes(self) -> None:
         """See `seqtile.protocols.ShardedSequences`."""

@@ -1,0 +1,117 @@
+"""Code of a rank whose group is on several nodes, or passes for it."""
+
+import socket
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import init_device_mesh
+
+import seqtile
+from seqtile import sp
+from seqtile.models.status import outcome_of
+from sp import recurrences
+from sp.over_ranks import context
+from support.tiny import batch_of, build
+
+
+def seen(ctx: sp.SequenceParallel) -> tuple[int | None, ...]:
+    return ctx.rank, ctx.size, ctx.per_node, ctx.data_parallel_rank, ctx.data_parallel_size
+
+
+def meshes() -> None:
+    """A whole mesh or a part of it, with nodes or without, as Accelerate names axes."""
+    rank = dist.get_rank()
+    for names, shape, part, expected in (
+        (("sp_node", "sp"), (2, 2), None, (rank, 4, 2, 0, 1)),
+        (("dp_replicate", "sp_node", "cp"), (1, 2, 2), ("sp_node", "cp"), (rank, 4, 2, 0, 1)),
+        (("dp_shard", "sp_node", "sp", "tp"), (2, 2, 1, 1), None, (rank % 2, 2, 1, rank // 2, 2)),
+        (("dp_replicate", "dp_shard", "cp", "sp"), (1, 2, 1, 2), None, (rank % 2, 2, 2, rank // 2, 2)),
+        (("dp_shard", "cp"), (2, 2), None, (rank % 2, 2, 2, rank // 2, 2)),
+        (("dp_shard", "cp", "tp"), (1, 2, 2), ("dp_shard", "cp"), (rank // 2, 2, 2, 0, 1)),
+        (("sp_node", "sp"), (1, 4), "sp", (rank, 4, 4, 0, 1)),
+        (("pp", "sp"), (4, 1), None, (0, 1, 1, 0, 1)),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        ctx = sp.initialize(mesh=mesh if part is None else mesh[part])
+        assert seen(ctx) == expected, (names, seen(ctx))
+        total = torch.ones(())
+        dist.all_reduce(total, group=ctx.group)
+        assert total == ctx.size
+    for names, shape, part, match in (
+        (("sp", "cp"), (2, 2), None, "both larger than 1"),
+        (("sp_node", "sp"), (2, 2), "sp", r'expected mesh\["sp_node", "sp"\]'),
+        (("sp", "sp_node"), (2, 2), None, "expected sp_node before sp"),
+        (("dp", "tp"), (2, 2), None, "got dp, tp of dp, tp"),
+        (("dp", "ring", "sp"), (1, 2, 2), None, "name the axes"),
+        (None, (2, 2), None, "of one dimension, or with names"),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(ValueError, match=match):
+            sp.initialize(mesh=mesh if part is None else mesh[part])
+
+
+def hosts() -> None:
+    """The ranks' host names tell nodes; a number overrules them."""
+    rank, said = dist.get_rank(), []
+    with patch("builtins.print", said.append):
+        for names, size, per_node, expected in (
+            ("aabb", 4, None, 2),
+            ("aabb", 4, 4, 4),
+            ("aabb", 2, None, 2),
+            ("abab", 2, None, 1),
+            ("abab", 4, 4, 4),
+            ("aaaa", 4, 2, 2),
+            ("aaaa", 2, 4, 2),
+        ):
+            with patch.object(socket, "gethostname", lambda name=names[rank]: name):
+                assert sp.initialize(size, per_node=per_node).per_node == expected, (names, size, per_node)
+    assert len(said) == 3 * (rank == 0) and all("4 ranks" in text or "2 ranks" in text for text in said)
+
+
+def refused() -> None:
+    """On every rank, also what only one of them asked wrongly; none waits, and the next call works."""
+    rank = dist.get_rank()
+    for arguments, names, match in (
+        ({"sequence_parallel_size": 4, "per_node": 3}, "aaaa", "per_node is 3, expected a divisor or a multiple"),
+        ({"sequence_parallel_size": 4, "per_node": 0}, "aaaa", "per_node is 0"),
+        ({"sequence_parallel_size": 4, "per_node": 1 + rank % 2}, "aaaa", "per_node is 1, 2, 1, 2"),
+        ({"sequence_parallel_size": 4 if rank else 2}, "aaaa", "ask for different groups"),
+        ({"sequence_parallel_size": 4 if rank else 3}, "aaaa", "is 3, expected a divisor of the 4 ranks"),
+        ({"sequence_parallel_size": 4}, "aaab", "3 on a, 1 on b, expected equally many neighbouring ones"),
+        ({"sequence_parallel_size": 4}, "abab", "1 on a, 1 on b, 1 on a, 1 on b"),
+        ({}, "aaaa", "exactly one of"),
+    ):
+        with patch.object(socket, "gethostname", lambda name=names[rank]: name):
+            with pytest.raises(ValueError, match=match):
+                sp.initialize(**arguments)
+    assert seen(sp.initialize(2)) == (rank % 2, 2, 2, rank // 2, 2)
+
+
+def compared_first_step(batches: str) -> None:
+    ctx, model, batch = context(), build("qwen3", num_key_value_heads=2), batch_of(2, 61)
+    sp.apply_ulysses(model, ctx, batches=batches)
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=11)
+    if batches == "cut":
+        sp.reduce_loss(model(**sp.shard(batch, ctx)).loss, ctx).backward()
+    else:
+        model(**batch).loss.backward()
+    assert "up to rounding" in str(outcome_of(model))
+
+
+def status_of() -> None:
+    """`seqtile.status` says what goes across nodes."""
+    ctx = context()
+    for make, expected in (
+        (lambda: build("qwen3", num_key_value_heads=2), "of attention keys and values"),
+        (lambda: build("qwen3", num_key_value_heads=4), "of attention queries, keys and values and outputs"),
+        (lambda: recurrences.build("qwen3_5"), "recurrences all that they read and return"),
+        (lambda: recurrences.build("deepseek_v3"), "of attention latents"),
+    ):
+        model = make()
+        sp.apply_ulysses(model, ctx)
+        assert f"on each of {ctx.nodes.number} nodes; across nodes go {'' if 'rec' in expected else expected}" in str(
+            seqtile.status(model)
+        )
+        assert expected in str(seqtile.status(model))

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from seqtile import sp
 from seqtile.sp.groups import gather
+from seqtile.sp.shards import in_order
 from sp.over_ranks import context
 
 SAMPLES = 23
@@ -45,7 +46,7 @@ def read(loader: sp.ShardedDataLoader, ctx: sp.SequenceParallel) -> Iterator[int
     """Yields each step's sample, assembled from its shards and compared with the whole."""
     for shard in loader:
         names = ("input_ids", "shift_labels", "position_ids")
-        whole, shifted, positions = (torch.cat(list(gather(shard[name], ctx)), 1)[0] for name in names)
+        whole, shifted, positions = (in_order(gather(shard[name], ctx), ctx.nodes)[0] for name in names)
         i = int(shard["name"])
         ids = samples()[i]["input_ids"]
         assert whole[: len(ids)].equal(ids) and shifted[: len(ids) - 1].equal(ids[1:])

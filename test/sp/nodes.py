@@ -43,7 +43,7 @@ def meshes() -> None:
         (("sp", "cp"), (2, 2), None, "both larger than 1"),
         (("sp_node", "sp"), (2, 2), "sp", r'expected mesh\["sp_node", "sp"\]'),
         (("sp", "sp_node"), (2, 2), None, "expected sp_node before sp"),
-        (("dp", "tp"), (2, 2), None, "got dp, tp of dp, tp"),
+        (("dp", "tp"), (2, 2), None, "got 'dp', 'tp' of dp, tp"),
         (("dp", "ring", "sp"), (1, 2, 2), None, "name the axes"),
         (None, (2, 2), None, "of one dimension, or with names"),
     ):

@@ -64,7 +64,7 @@ def _axis_of_sequences(sizes: dict[str, int], part: tuple[str, ...]) -> str:
         raise ValueError(f"expected sequences along sp or cp, got both larger than 1, {sizes}; make one of them 1")
     if axis is None or axis not in sizes or unknown or [axis] != (large or [axis]):
         raise ValueError(
-            f"expected mesh[{' or mesh['.join(map(repr, _SEQUENCE))}] of a mesh whose other axes are called "
+            f"expected {' or '.join(f'mesh[{name!r}]' for name in _SEQUENCE)} of a mesh whose other axes are called "
             f"{', '.join((_NODES, *_REPLICAS, *_OF_ONE_REPLICA))}, got {', '.join(map(repr, part))} of "
             f"{', '.join(sizes)}; name the axes of init_device_mesh(..., mesh_dim_names=...) so"
         )

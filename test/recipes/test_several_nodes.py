@@ -1,5 +1,5 @@
-"""`seqtile finetune` as on two nodes, by the lines of docs/several-nodes.md: two torchruns on one machine; one of them is
-killed. And by the file for Slurm, with commands in its place."""
+"""`seqtile finetune` as on two nodes, by the lines of docs/several-nodes.md: two torchruns on one machine, of which one
+is killed; and the file for Slurm, with stand-ins for its commands."""
 
 import os
 import re

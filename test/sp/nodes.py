@@ -12,7 +12,7 @@ import seqtile
 from seqtile import sp
 from seqtile.models.status import outcome_of
 from sp import recurrences
-from sp.over_ranks import context
+from sp.over_ranks import by_first_rank, context
 from support.tiny import batch_of, build
 
 
@@ -98,6 +98,18 @@ def compared_first_step(batches: str) -> None:
     else:
         model(**batch).loss.backward()
     assert "up to rounding" in str(outcome_of(model))
+
+
+def evaluated() -> None:
+    """The loss of documents by position, of unequal lengths."""
+    ctx, model = context(), build("qwen3", num_key_value_heads=2)
+    documents = [torch.randint(3, 90, (length,)) for length in (70, 33)]
+    expected = by_first_rank(seqtile.evaluate, model, documents, context=41)
+    sp.apply_ulysses(model, ctx, batches="whole")
+    found = seqtile.evaluate(model, documents, context=41)
+    assert found.tokens == expected.tokens and found.loss == pytest.approx(expected.loss, rel=1e-6)
+    for ours, theirs in zip(found.by_position, expected.by_position, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
 
 
 def status_of() -> None:

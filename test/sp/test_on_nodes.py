@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from distributed.cases import pool_of
-from sp import images, loading, prefixes, recurrences, steps, whole, worker
+from sp import images, loading, prefixes, recurrences, steps, trainer, whole, worker
 from sp.cases import attention_cases, layer_cases
-from sp.nodes import compared_first_step, hosts, meshes, refused, status_of
+from sp.nodes import compared_first_step, evaluated, hosts, meshes, refused, status_of
 from sp.over_ranks import on_nodes
 from support.pool import Pool
 
@@ -67,7 +67,7 @@ def test_whole_batches(pool: Pool, per_node: int, i: int, case: tuple) -> None:
 
 
 @OF_NODES
-@pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, status_of])
+@pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, evaluated, status_of])
 def test_single_cases(pool: Pool, per_node: int, case: Callable[[], None]) -> None:
     pool.run(on_nodes, per_node, case)
 
@@ -128,6 +128,16 @@ def test_reducers(pool: Pool, strategy: str, batches: str) -> None:
     """Two groups on two nodes each, with half of their ranks on either: ten steps equal one process's."""
     size, updates = (2, 2) if pool.count == 4 else (4, 10)
     pool.run(on_nodes, size // 2, steps.reducers, "llama", strategy, {"layer": True}, batches, 1, size, updates)
+
+
+@pytest.mark.full("10 s")
+@pytest.mark.parametrize("pool", [4], indirect=True)
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
+@pytest.mark.usefixtures("one_thread")
+def test_trainer(pool: Pool, size: int, per_node: int) -> None:
+    """Three epochs that accumulate batches with uneven labels; resumed in the middle of an epoch."""
+    expected = trainer.one_process("llama")
+    pool.run(on_nodes, per_node, trainer.train, expected, size, "llama", leaves_traces=True)
 
 
 @pytest.mark.parametrize("pool", [4], indirect=True)

@@ -16,8 +16,8 @@ MUTANTS = (
     Mutant(
         "setup: a ZeRO stage spreads what the next one does",
         "Setup.ranks",
-        "self.gpus if self.zero_stage >= stage else 1",
-        "self.gpus if self.zero_stage > stage else 1",
+        "sharing if self.zero_stage >= stage else 1",
+        "sharing if self.zero_stage > stage else 1",
         PLAN,
     ),
     Mutant(
@@ -133,6 +133,14 @@ MUTANTS = (
         "size * min(setup.gpus, setup.gpus_per_node)",
         "size * setup.gpus",
         PLAN,
+    ),
+    Mutant(
+        "layer: a node's attention holds keys of its own tokens only",
+        "head_shares",
+        "a_token * setup.sequence_parallel",
+        "a_token * sharers",
+        SIMULATION,
+        select="gpus_per_node",
     ),
     Mutant(
         "plan: rows of plain tokens each have their own mask of a window",

@@ -50,8 +50,8 @@ MUTANTS = (
     Family(
         "all-to-all: gradients of shared heads are not added",
         "AllToAll._unpacked",
-        "part.add_(place)",
-        "part.copy_(place)",
+        "part.add_(of_rank)",
+        "part.copy_(of_rank)",
     ),
     Family(
         "sinks: those of the first heads on every rank",

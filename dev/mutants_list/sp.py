@@ -9,6 +9,7 @@ DOCUMENTS = ("sp/test_documents.py",)
 HEADS = ("sp/test_heads.py",)
 EXCHANGES = ("sp/test_all_to_all.py",)
 SDPA = ("sp/test_sdpa.py",)
+NODES = ("sp/test_nodes.py",)
 LAYOUT = ("sp/test_layout.py",)
 OWNERS = ("sp/test_owners.py",)
 OverRanks = partial(Mutant, tests=("sp/test_sequence_parallel.py",), dist=True)
@@ -115,10 +116,64 @@ MUTANTS = (
     ),
     Mutant(
         "heads: ranks that share a head have unequal work",
-        "rank_heads",
-        "low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])",
-        "low, high = (ends[2 * part], ends[2 * part + 1]), (ends[2 * part + 1], ends[2 * part + 2])",
+        "zigzag",
+        "taken(rows, ends[-part - 2], ends[-part - 1])",
+        "taken(rows, ends[part + parts], ends[part + parts + 1])",
         HEADS,
+    ),
+    Mutant(
+        "nodes: a node has a run of tokens, early or late",
+        "Nodes.tokens_of_node",
+        "return zigzag(((0, length),), node, self.number)",
+        "return ((node * length // self.number, (node + 1) * length // self.number),)",
+        NODES,
+        select="equal_work",
+    ),
+    Mutant(
+        "nodes: values are put together in the order of ranks",
+        "in_order",
+        "return torch.cat([whole[:, slice(*place)] for _, place in nodes.runs(whole.shape[1])], 1)",
+        "return whole",
+        NODES,
+    ),
+    Mutant(
+        "nodes: outputs cross for nothing",
+        "Nodes.chooses_in_nodes",
+        "keys + 2 * queries < flat_keys + 2 * flat_queries",
+        "keys + queries < flat_keys + flat_queries",
+        NODES,
+        select="never_more",
+    ),
+    Mutant(
+        "nodes: keys of a node's own tokens count",
+        "received",
+        "2 * width(heads.kv) * (length - count(own))",
+        "2 * width(heads.kv) * length",
+        NODES,
+        select="bytes",
+    ),
+    Mutant(
+        "nodes: the gradients of the last node's keys replace those of the others",
+        "AllToAll._unpacked",
+        "in_one_sum = self._blocks is not None and len(self._blocks[by_heads]) == 1",
+        "in_one_sum = self._blocks is not None",
+        EXCHANGES,
+    ),
+    Mutant(
+        "nodes: queries are sent to every node",
+        "AllToAll._blocks_of",
+        "place * local if node == own else None",
+        "place * local",
+        EXCHANGES,
+    ),
+    Mutant(
+        "nodes: padding is held by the last ranks",
+        "WholeBatches._of_all",
+        "count(within(forward.layout.tokens, 0, length))",
+        "max(0, min(local, length - sp_group.rank * local))",
+        ("sp/test_on_nodes.py",),
+        select="short",
+        dist=True,
     ),
     Mutant(
         "heads: kv heads that are read unequally are computed together",
@@ -144,15 +199,15 @@ MUTANTS = (
     Mutant(
         "exchange: one copy a rank where every rank has as many heads",
         "AllToAll.__init__",
-        "self._is_even = q_heads % size == 0 and",
-        "self._is_even = size == 1 and",
+        "if q_heads % self._sharers == 0 and",
+        "if size == 1 and",
         EXCHANGES,
     ),
     Mutant(
         "exchange: of two pieces of a rank's queries both are put first",
         "AllToAll.__init__.pieces",
-        "at = count(within(rows, 0, first)) if by_heads else first - start",
-        "at = count(within(rows, start, first)) if by_heads else first - start",
+        "at = count(within(rows if by_heads else held[holder], 0, first))",
+        "at = count(within(rows if by_heads else held[holder], run[0], first))",
         EXCHANGES,
     ),
     Mutant(

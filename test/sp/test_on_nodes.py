@@ -14,16 +14,18 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 NODES = ((4, 2), (8, 4), (8, 2))
 """Ranks, and ranks a node."""
-FULL = pytest.mark.full("of all cases on 2 x 2, 2 x 4 and 4 x 2 ranks; on one node they run besides")
+FULL = pytest.mark.full("eight processes, 2 to 5 s each")
 
 
-def each_on_nodes(cases: list[tuple], every_day: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Cases that begin with their name and kind of sequence; some run every day, on four ranks."""
+def each_on_nodes(cases: list[tuple], every_day: tuple[str, ...], in_turn: bool = False) -> pytest.MarkDecorator:
+    """Cases that begin with their name and kind of sequence: some run every day on four ranks, all of them on eight;
+    `in_turn`: on 2 x 4 or 4 x 2, one after the other."""
     found = []
-    for ranks, per_node in NODES:
-        for i, case in enumerate(cases):
-            name = f"{case[0]}-{case[1]}"
-            marks = () if ranks == 4 and name in every_day else FULL
+    for i, case in enumerate(cases):
+        name = f"{case[0]}-{case[1]}"
+        few, *eight = NODES
+        for ranks, per_node in [few] * (name in every_day) + (eight[i % 2 :][:1] if in_turn else eight):
+            marks = () if ranks == 4 else FULL
             found.append(
                 pytest.param(ranks, per_node, i, case, marks=marks, id=f"{ranks // per_node}x{per_node}-{name}")
             )
@@ -54,14 +56,14 @@ def families() -> list[tuple]:
     return [(family, kind) for family in recurrences.FAMILIES for kind in kinds]
 
 
-@each_on_nodes(families(), ("qwen3_5-packed", "deepseek_v3-plain", "gpt_oss-padded"))
+@each_on_nodes(families(), ("qwen3_5-packed", "deepseek_v3-plain", "gpt_oss-padded"), in_turn=True)
 def test_families(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     """Recurrences, which are dealt to all ranks, sinks and latent attention; bytes sent by the first layer."""
     batches = ("cut", "whole")[i % 2]
     pool.run(on_nodes, per_node, recurrences.compared, recurrences.Case(*case, None), None, {}, batches)
 
 
-@each_on_nodes(attention_cases(), ("mqa 4/1-padded", "flash 4/2-packed"))
+@each_on_nodes(attention_cases(), ("mqa 4/1-padded", "flash 4/2-packed"), in_turn=True)
 def test_whole_batches(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     pool.run(on_nodes, per_node, whole.of_kind, i, *case)
 

@@ -229,7 +229,7 @@ def test_groups_of_heads_where_documents_keep_copies() -> None:
 
 def test_types_that_are_simulated_take_attention_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks and scores are not simulated."""
-    config = AutoConfig.for_model("cohere2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=99)
+    config = AutoConfig.for_model("cohere2", hidden_size=64, intermediate_size=8192, num_hidden_layers=2, vocab_size=99)
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

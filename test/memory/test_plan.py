@@ -14,7 +14,7 @@ from seqtile import memory
 from seqtile.arch import ARCHS
 from seqtile.memory import Formula
 from seqtile.memory.batch import Batch
-from seqtile.memory.layer import chunk_tokens
+from seqtile.memory.layer import chunk_tokens, head_shares
 from seqtile.ops.chunks import resolve_chunk_tokens
 from support.choice import every_value
 from support.tiny import config_of
@@ -159,7 +159,8 @@ def test_zero(stage: int, weights: float, gradients: float, optimizer: float) ->
 
 @pytest.mark.parametrize(("gpus", "on_a_node"), [(1, 1), (4, 4), (8, 8), (12, 8), (16, 8)])
 def test_host_memory_of_a_node(gpus: int, on_a_node: int) -> None:
-    plan = memory.plan(LLAMA, seq_len=8192 * gpus, gpus=gpus, sequence_parallel=gpus, offload=memory.OFFLOAD)
+    over = {"gpus": gpus, "sequence_parallel": gpus, "flat": True}  # 12 GPUs are on no equal nodes
+    plan = memory.plan(LLAMA, seq_len=8192 * gpus, offload=memory.OFFLOAD, **over)
     parameters = plan.shape.parameters
     assert plan.host["inputs"] == on_a_node * 31 * 8192 * 4096 * 2
     assert plan.host["optimizer"] == on_a_node * (parameters * 12 // gpus + parameters * 4 // gpus)
@@ -554,3 +555,29 @@ def test_the_longest_with_shared_tokens() -> None:
     assert memory.longest(LLAMA, **given | {"gpu_memory_gib": 8}).tokens == 0
     lengths = [longest.tokens for _, longest in memory.ladder(LLAMA, **given | {"offload": ("optimizer", "weights")})]
     assert max(lengths) > 30_000 and all(length > 30_000 for length in lengths if length)
+
+
+def test_nodes() -> None:
+    """Of keys attention holds those of a node's share of heads, of queries as many as on one node; a node receives what
+    is counted by hand."""
+    over = {"gpus": 16, "sequence_parallel": 16, "gpus_per_node": 8}
+    plan, flat = (memory.plan(LLAMA, seq_len=16 * 8192, flat=flat, **over) for flat in (False, True))
+    a_head = 16 * 8192 * 128 * 2
+    assert head_shares(plan.shape, plan.setup, 8192) == (2 * a_head, a_head, 4 * a_head)  # 4 of 32 heads, 1 of 8
+    assert head_shares(plan.shape, flat.setup, 8192) == (2 * a_head, a_head, 2 * a_head)
+    layers = plan.shape.layers
+    assert plan.network.attention == 3 * layers * 8 * 2 * a_head / 2  # forward, again, backward; k and v of half of it
+    assert flat.network.attention == plan.network.flat == 3 * plan.network.attention
+    assert plan.network.weights == 3 * plan.shape.parameters * 2 / 2
+    assert memory.plan(LLAMA, seq_len=8192, gpus=8).network is None
+
+
+def test_hsdp() -> None:
+    """What FSDP2 shards is shared by a node's GPUs, and gradients alone cross, there and back."""
+    hsdp, alone = (memory.plan(LLAMA, seq_len=8192, gpus=gpus, hsdp=gpus > 8) for gpus in (16, 8))
+    assert hsdp.gpu_bytes == alone.gpu_bytes
+    assert hsdp.network.weights == 2 * hsdp.shape.parameters * 2 / 2 and hsdp.network.attention == 0
+    with pytest.raises(ValueError, match="hsdp: expected zero_stage 3"):
+        memory.Setup(gpus=16, hsdp=True, zero_stage=2)
+    with pytest.raises(ValueError, match="at most the 8 GPUs of a node, a multiple of them, or flat, got 12"):
+        memory.Setup(gpus=24, sequence_parallel=12)

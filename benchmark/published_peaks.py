@@ -92,6 +92,7 @@ class Run:
 def alst(model: str, gpus: int, tokens: int) -> str:
     """The step of Arctic Long Sequence Training."""
     away = "--offload optimizer" + " --offload weights" * (gpus == 1)
+    away += " --flat" * (gpus > 8)  # as DeepSpeed's Ulysses sends
     return f"{model} --margin 0 --gpus {gpus} --seq-len {tokens} {away} --only loss,MLP,host,Liger"
 
 

@@ -70,15 +70,20 @@ def planned_groups(shape: Shape, setup: Setup) -> int | None:
 
 def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, int]:
     """Returns the bytes of the queries and of the keys that attention reads on the GPU with most of them, and of keys
-    for every query head; 0 if query heads share no keys there."""
+    of which the backward has gradients besides; 0 if query heads share no keys there."""
     sharers = setup.sharers(shape.heads, shape.kv_heads)
     a_token = tokens * shape.head_dim * setup.bytes
     of_queries, of_keys = a_token * sharers, a_token * setup.sequence_parallel
-    if sharers > shape.heads:  # GPUs share a head's queries
+    # GPUs that share a head's queries, on several nodes or one, have two runs of them, each with a copy of its keys.
+    parts = setup.sequence_parallel // sharers * max(1, sharers // shape.heads)
+    of_keys += of_keys // (2 * parts) if parts > 1 else 0
+    if sharers > shape.heads:
         return of_queries // (sharers // shape.heads), of_keys, 0
     shares = (heads_of_rank(rank, sharers, shape.heads, shape.kv_heads) for rank in range(sharers))
     heads, kv_heads = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
-    return of_queries * heads, of_keys * kv_heads, of_keys * heads if heads > kv_heads else 0
+    if heads > kv_heads and parts == 1:
+        return of_queries * heads, of_keys * kv_heads, of_keys * heads
+    return of_queries * heads, of_keys * kv_heads, of_keys * kv_heads if heads > kv_heads else 0  # by_lengths.py
 
 
 class Layer:

@@ -122,6 +122,14 @@ MUTANTS = (
         HEADS,
     ),
     Mutant(
+        "flash attention's form: heads computed one after the other change places",
+        "_of_some_queries",
+        "torch.stack(outs, 3).flatten(2, 3)",
+        "torch.cat(outs, 2)",
+        DOCUMENTS,
+        select="test_attention",
+    ),
+    Mutant(
         "nodes: a node has a run of tokens, early or late",
         "Nodes.tokens_of_node",
         "return zigzag(((0, length),), node, self.number)",

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqtile.attention import segments
+from seqtile.attention import by_lengths, segments
 from seqtile.attention.backends import attend, check
 from seqtile.attention.by_block_mask import block_mask
 from seqtile.attention.heads import RankHeads, Rows, rank_heads
@@ -131,6 +131,7 @@ def test_attention(
     out = torch.full_like(truth, torch.nan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
+        patch.setattr(by_lengths, "LONG", mask_elements)
         for rank in range(size):
             rows = rank_heads(rank, size, 1, 1, ((0, length),)).rows
             share = RankHeads(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)

@@ -139,8 +139,8 @@ MUTANTS = (
         "head_shares",
         "a_token * setup.sequence_parallel",
         "a_token * sharers",
-        SIMULATION,
-        select="gpus_per_node",
+        PLAN,
+        select="test_nodes",
     ),
     Mutant(
         "plan: rows of plain tokens each have their own mask of a window",

@@ -107,6 +107,10 @@ def test_what_does_not_fit() -> None:
         (("--gpus", "4", "--zero-stage", "0", "--lora-rank", "8"), "DistributedDataParallel(model)"),
         (("--gpus", "4", "--zero-stage", "2", "--lora-rank", "8"), "DeepSpeed's ZeRO-2"),
         (("--gpus", "16"), "# torchrun --nnodes 2 ... --nproc-per-node 8 this_script.py"),
+        (("--gpus", "16", "--hsdp"), '("cuda", (2, 8), mesh_dim_names=("dp_replicate", "dp_shard"))  # starts'),
+        (("--gpus", "16", "--hsdp"), "MixedPrecisionPolicy(torch.bfloat16, torch.float32), mesh=mesh)"),
+        (("--gpus", "16", "--flat"), 'sp.apply_ulysses(model, sp.initialize(16, per_node=16), batches="whole")'),
+        (("--gpus", "16"), 'sp.apply_ulysses(model, sp.initialize(16), batches="whole")'),
         (("--gpus", "4"), "fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
         (("--gpus", "4", "--lora-rank", "8"), "    fully_shard(module, mp_policy="),
         (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
@@ -118,6 +122,23 @@ def test_what_does_not_fit() -> None:
 )
 def test_what_to_turn_on(options: tuple[str, ...], line: str) -> None:
     assert any(line in said_line for said_line in json.loads(said(LLAMA, *options, "--json"))["turn_on"])
+
+
+def test_several_nodes() -> None:
+    """What nodes send each other, and how long that takes, is said to be arithmetic; nothing is said of one node."""
+    options = ("--gpus", "16", "--per-node", "8", "--seq-len", "1000000")
+    text, told = said(LLAMA, *options, "--network", "400"), json.loads(said(LLAMA, *options, "--json"))["plan"]
+    sent = told["node_receives_gb"]
+    total = sent["attention"] + sent["weights"]
+    assert f"A node receives {total:,.1f} GB from others in a step: {sent['attention']:,.1f} of attention" in text
+    assert f"({sent['flat']:,.1f} with heads dealt to all GPUs)" in text and f"{total / 400:.2f} s at 400 GB/s" in text
+    assert "This is arithmetic, not measured." in text and sent["flat"] == pytest.approx(
+        3 * sent["attention"], rel=1e-3
+    )
+    assert "GB/s" not in said(LLAMA, *options) and "A node" not in said(LLAMA, "--gpus", "8", "--seq-len", "100000")
+    assert json.loads(said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--json"))["plan"]["node_receives_gb"] is None
+    text = said(LLAMA, "--gpus", "24", "--sequence-parallel", "12", exit_code=1)
+    assert "--sequence-parallel: expected at most the 8 GPUs of a node" in text
 
 
 def test_shared_tokens() -> None:

@@ -39,7 +39,7 @@ OF_NODES = pytest.mark.parametrize(
 )
 
 
-@each_on_nodes(attention_cases(), ("gqa 4/2-packed, window", "odd 9/3-ragged", "few 2/1-padded", "one 1/1-plain"))
+@each_on_nodes(attention_cases(), ("gqa 4/2-packed, window", "few 2/1-padded"))
 def test_attention(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     """Loss and gradients for every kind of heads and of sequence, with no more all-to-alls than on one node."""
     pool.run(on_nodes, per_node, worker.attention, i, *case)
@@ -56,18 +56,19 @@ def families() -> list[tuple]:
     return [(family, kind) for family in recurrences.FAMILIES for kind in kinds]
 
 
-@each_on_nodes(families(), ("qwen3_5-packed", "deepseek_v3-plain", "gpt_oss-padded"), in_turn=True)
+@each_on_nodes(families(), ("qwen3_5-packed", "deepseek_v3-plain"), in_turn=True)
 def test_families(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     """Recurrences, which are dealt to all ranks, sinks and latent attention; bytes sent by the first layer."""
     batches = ("cut", "whole")[i % 2]
     pool.run(on_nodes, per_node, recurrences.compared, recurrences.Case(*case, None), None, {}, batches)
 
 
-@each_on_nodes(attention_cases(), ("mqa 4/1-padded", "flash 4/2-packed"), in_turn=True)
+@each_on_nodes(attention_cases(), ("flash 4/2-packed",), in_turn=True)
 def test_whole_batches(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     pool.run(on_nodes, per_node, whole.of_kind, i, *case)
 
 
+@pytest.mark.full("2 s each", but=("*-4in2",))
 @OF_NODES
 @pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, evaluated, status_of])
 def test_single_cases(pool: Pool, per_node: int, case: Callable[[], None]) -> None:
@@ -108,6 +109,7 @@ def test_balance(pool: Pool, per_node: int, arch: str, shape: dict, tiled: bool,
     pool.run(on_nodes, per_node, recurrences.balance, arch, shape, tiled, kind, batches)
 
 
+@pytest.mark.full("2 s each", but=("sampler-4",))
 @pytest.mark.parametrize("pool", [4], indirect=True)
 @pytest.mark.parametrize("kind", ["sampler", "generator", "random state"])
 def test_loader(pool: Pool, kind: str) -> None:
@@ -142,6 +144,7 @@ def test_trainer(pool: Pool, size: int, per_node: int) -> None:
     pool.run(on_nodes, per_node, trainer.train, expected, size, "llama", leaves_traces=True)
 
 
+@pytest.mark.full("3 s each", but=("whole-4",))
 @pytest.mark.parametrize("pool", [4], indirect=True)
 @pytest.mark.parametrize("batches", ["cut", "whole"])
 def test_first_step(pool: Pool, batches: str) -> None:

@@ -68,7 +68,7 @@ def test_whole_batches(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     pool.run(on_nodes, per_node, whole.of_kind, i, *case)
 
 
-@pytest.mark.full("2 s each", but=("*-4in2",))
+@pytest.mark.full("2 s each", but=("short-4in2", "evaluated-4in2", "status_of-4in2"))
 @OF_NODES
 @pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, evaluated, status_of])
 def test_single_cases(pool: Pool, per_node: int, case: Callable[[], None]) -> None:

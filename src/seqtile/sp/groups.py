@@ -79,17 +79,17 @@ def initialize(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
-    world, rank, error, shared = dist.get_world_size(), dist.get_rank(), None, None
+    world, rank, error, own = dist.get_world_size(), dist.get_rank(), None, None
     try:
         shared = _asked(sequence_parallel_size, group, mesh, world)
-    except ValueError as wrong:  # raised when all ranks know
+        own = next(ranks for ranks in shared.groups if rank in ranks)
+    except Exception as wrong:  # raised when all ranks know
         error = wrong
-    own = None if shared is None else next(ranks for ranks in shared.groups if rank in ranks)
-    found = _gathered((socket.gethostname(), per_node, own, error and str(error)), world)
+    found = _gathered((socket.gethostname(), per_node, own, error and (str(error) or type(error).__name__)), world)
     hosts, asked, groups, errors = zip(*found, strict=True)
     if (said := next(filter(None, errors), None)) is not None:
         raise error or ValueError(f"another rank cannot share sequences: {said}")
-    if len({*asked}) > 1 or any(groups[other] != ranks for ranks in groups for other in ranks):
+    if any(other != per_node for other in asked) or any(groups[other] != ranks for ranks in groups for other in ranks):
         raise ValueError(
             "the ranks of a group ask for different groups, expected the same arguments on every rank: per_node is "
             f"{', '.join(map(str, asked))}, and groups are {', '.join(map(str, groups))}"

@@ -399,6 +399,7 @@ def test_a_functional_call_under_reentrant_checkpointing(part: str) -> None:
     assert_equal(ours, theirs)
 
 
+@pytest.mark.full("8 s of compiler each", but=("layer",))
 @pytest.mark.parametrize("layer", [False, True], ids=["mlp", "layer"])
 def test_scales_of_adapters_changed_after_a_compiled_forward(layer: bool) -> None:
     untiled = with_adapters(build("llama", num_hidden_layers=1, hidden_act="relu"))

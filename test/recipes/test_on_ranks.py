@@ -55,23 +55,28 @@ def test_fit_on_ranks_with_different_memory(pool: Pool, tmp_path: Path) -> None:
     assert [code for code, _ in found] == [0, 0] and f"of {loose / 2**30:.1f} GiB, fits" in found[0][1], found
 
 
+@pytest.mark.full("3 s each", but=("weights-*",))
 @pytest.mark.dist
 @OF_TWO
-def test_bad_input(pool: Pool, tmp_path: Path) -> None:
-    """A clear error, printed once, and no rank that waits for another."""
-    save_tiny(tmp_path / "start")
-    job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "1", "--output", str(tmp_path / "run"))
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (("--sequence-parallel", "3"), "--sequence-parallel: expected a divisor of the 2 processes, got 3"),
         (("--compare",), "--compare needs a single process"),
         ((), "--model: the weights of"),
-    ):
-        if not arguments:
-            weights = tmp_path / "start" / "model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:-100])
-        found = pool.run(on_rank, *job, *arguments, leaves_traces=True)
-        printed = " ".join(" ".join(text for _, text in found).split())
-        assert printed.count(message) == 1 and [code for code, _ in found] == [1, 1], found
+    ],
+    ids=["divisor", "compare", "weights"],
+)
+def test_bad_input(pool: Pool, arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    """A clear error, printed once, and no rank that waits for another."""
+    save_tiny(tmp_path / "start")
+    job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "1", "--output", str(tmp_path / "run"))
+    if not arguments:
+        weights = tmp_path / "start" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    found = pool.run(on_rank, *job, *arguments, leaves_traces=True)
+    printed = " ".join(" ".join(text for _, text in found).split())
+    assert printed.count(message) == 1 and [code for code, _ in found] == [1, 1], found
 
 
 @pytest.mark.full("10 s")

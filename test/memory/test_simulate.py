@@ -24,7 +24,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SIZES = {
     "hidden_size": 256,
-    "intermediate_size": 2816,
+    "intermediate_size": 704,
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,

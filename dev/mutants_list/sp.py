@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "flash attention's form: heads computed one after the other change places",
-        "_of_some_queries",
+        "_head_by_head",
         "torch.stack(outs, 3).flatten(2, 3)",
         "torch.cat(outs, 2)",
         DOCUMENTS,

@@ -74,9 +74,8 @@ class ShardedSequences(Protocol):
         """The fewest tokens of a prefix that rows share, the tokens of the last batch, how many of them were saved, and
         if none, why; None if each row is computed by itself."""
 
-    @property
-    def across_nodes(self) -> str | None:
-        """Says what the layers send to other nodes; None on one node."""
+    def across_nodes(self, groups: int) -> str | None:
+        """Says what the layers send to other nodes, with attention by so many groups of heads; None on one node."""
 
     def stop_sharing_prefixes(self) -> None:
         """Computes every row of a batch by itself from now on."""

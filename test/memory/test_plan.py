@@ -159,8 +159,7 @@ def test_zero(stage: int, weights: float, gradients: float, optimizer: float) ->
 
 @pytest.mark.parametrize(("gpus", "on_a_node"), [(1, 1), (4, 4), (8, 8), (12, 8), (16, 8)])
 def test_host_memory_of_a_node(gpus: int, on_a_node: int) -> None:
-    over = {"gpus": gpus, "sequence_parallel": gpus, "flat": True}  # 12 GPUs are on no equal nodes
-    plan = memory.plan(LLAMA, seq_len=8192 * gpus, offload=memory.OFFLOAD, **over)
+    plan = memory.plan(LLAMA, seq_len=8192 * gpus, gpus=gpus, sequence_parallel=gpus, offload=memory.OFFLOAD)
     parameters = plan.shape.parameters
     assert plan.host["inputs"] == on_a_node * 31 * 8192 * 4096 * 2
     assert plan.host["optimizer"] == on_a_node * (parameters * 12 // gpus + parameters * 4 // gpus)
@@ -570,16 +569,17 @@ def test_nodes() -> None:
     layers = plan.shape.layers
     assert plan.network.attention == 3 * layers * 8 * 2 * a_head / 2  # forward, again, backward; k and v of half of it
     assert flat.network.attention == plan.network.flat == 3 * plan.network.attention
-    assert plan.network.weights == 3 * plan.shape.parameters * 2 / 2
-    assert memory.plan(LLAMA, seq_len=8192, gpus=8).network is None
+    assert plan.network.weights == (2 * 2 + 4) * plan.shape.parameters / 2  # gathered twice; gradients in float32
+    for setup in ({"gpus": 8}, {"gpus": 12, "sequence_parallel": 12}, {"gpus": 24, "sequence_parallel": 6}):
+        uneven = memory.plan(LLAMA, seq_len=8192 * 12, **setup)
+        assert uneven.network is None and uneven.setup.nodes.number == 1
 
 
 def test_hsdp() -> None:
     """What FSDP2 shards is shared by a node's GPUs, and gradients alone cross, there and back."""
     hsdp, alone = (memory.plan(LLAMA, seq_len=8192, gpus=gpus, hsdp=gpus > 8) for gpus in (16, 8))
     assert hsdp.gpu_bytes == alone.gpu_bytes
-    assert hsdp.network.weights == 2 * hsdp.shape.parameters * 2 / 2 and hsdp.network.attention == 0
-    with pytest.raises(ValueError, match="hsdp: expected zero_stage 3"):
-        memory.Setup(gpus=16, hsdp=True, zero_stage=2)
-    with pytest.raises(ValueError, match="at most the 8 GPUs of a node, a multiple of them, or flat, got 12"):
-        memory.Setup(gpus=24, sequence_parallel=12)
+    assert hsdp.network.weights == 2 * hsdp.shape.parameters * 4 / 2 and hsdp.network.attention == 0
+    for setup in ({"zero_stage": 2}, {"offload": "optimizer"}, {"gpus": 12}, {"lora_rank": 8, "load_in_4bit": True}):
+        with pytest.raises(ValueError, match="hsdp: expected what FSDP2 shards"):
+            memory.Setup(**{"gpus": 16, "hsdp": True} | setup)

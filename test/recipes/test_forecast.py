@@ -137,8 +137,7 @@ def test_several_nodes() -> None:
     )
     assert "GB/s" not in said(LLAMA, *options) and "A node" not in said(LLAMA, "--gpus", "8", "--seq-len", "100000")
     assert json.loads(said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--json"))["plan"]["node_receives_gb"] is None
-    text = said(LLAMA, "--gpus", "24", "--sequence-parallel", "12", exit_code=1)
-    assert "--sequence-parallel: expected at most the 8 GPUs of a node" in text
+    assert "--network: expected more than 0 GB/s, got 0.0" in said(LLAMA, *options, "--network", "0", exit_code=1)
 
 
 def test_shared_tokens() -> None:

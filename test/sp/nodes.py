@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed import init_device_mesh
 
 import seqtile
@@ -32,8 +33,12 @@ def meshes() -> None:
         (("dp_shard", "cp", "tp"), (1, 2, 2), ("dp_shard", "cp"), (rank // 2, 2, 2, 0, 1)),
         (("sp_node", "sp"), (1, 4), "sp", (rank, 4, 4, 0, 1)),
         (("pp", "sp"), (4, 1), None, (0, 1, 1, 0, 1)),
+        ("accelerate", (), None, (rank % 2, 2, 2, rank // 2, 2)),
     ):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if names == "accelerate":
+            mesh = ParallelismConfig(cp_size=2, dp_shard_size=2).build_device_mesh("cpu")
+        else:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         ctx = sp.initialize(mesh=mesh if part is None else mesh[part])
         assert seen(ctx) == expected, (names, seen(ctx))
         total = torch.ones(())
@@ -55,7 +60,7 @@ def meshes() -> None:
 def hosts() -> None:
     """The ranks' host names tell nodes; a number overrules them."""
     rank, said = dist.get_rank(), []
-    with patch("builtins.print", said.append):
+    with patch("builtins.print", lambda text, file: said.append(text)):
         for names, size, per_node, expected in (
             ("aabb", 4, None, 2),
             ("aabb", 4, 4, 4),
@@ -64,23 +69,28 @@ def hosts() -> None:
             ("abab", 4, 4, 4),
             ("aaaa", 4, 2, 2),
             ("aaaa", 2, 4, 2),
+            ("aaab", 4, None, 4),
+            ("abab", 4, None, 4),
         ):
             with patch.object(socket, "gethostname", lambda name=names[rank]: name):
                 assert sp.initialize(size, per_node=per_node).per_node == expected, (names, size, per_node)
-    assert len(said) == 3 * (rank == 0) and all("4 ranks" in text or "2 ranks" in text for text in said)
+    uneven = [text for text in said if "so all are taken as one node" in text]
+    assert len(said) - len(uneven) == 3 * (rank == 0), said
+    assert len(uneven) == 2 * (rank == 0) and (rank or "shared by 3 on a, 1 on b" in uneven[0])
 
 
 def refused() -> None:
     """On every rank, also what only one of them asked wrongly; none waits, and the next call works."""
-    rank = dist.get_rank()
+    rank, pair = dist.get_rank(), dist.new_group([0, 1])
     for arguments, names, match in (
+        ({"sequence_parallel_size": 4, "per_node": True}, "aaaa", "per_node is True"),
         ({"sequence_parallel_size": 4, "per_node": 3}, "aaaa", "per_node is 3, expected a divisor or a multiple"),
         ({"sequence_parallel_size": 4, "per_node": 0}, "aaaa", "per_node is 0"),
         ({"sequence_parallel_size": 4, "per_node": 1 + rank % 2}, "aaaa", "per_node is 1, 2, 1, 2"),
         ({"sequence_parallel_size": 4 if rank else 2}, "aaaa", "ask for different groups"),
         ({"sequence_parallel_size": 4 if rank else 3}, "aaaa", "is 3, expected a divisor of the 4 ranks"),
-        ({"sequence_parallel_size": 4}, "aaab", "3 on a, 1 on b, expected equally many neighbouring ones"),
-        ({"sequence_parallel_size": 4}, "abab", "1 on a, 1 on b, 1 on a, 1 on b"),
+        ({"sequence_parallel_size": 4} if rank else {"group": dist.group.WORLD}, "aaaa", "ask for different groups"),
+        ({"group": pair}, "aaaa", "in none of the groups|Invalid|not part of|not registered"),
         ({}, "aaaa", "exactly one of"),
     ):
         with patch.object(socket, "gethostname", lambda name=names[rank]: name):
@@ -98,6 +108,27 @@ def compared_first_step(batches: str) -> None:
     else:
         model(**batch).loss.backward()
     assert "up to rounding" in str(outcome_of(model))
+
+
+def cut_for_others() -> None:
+    """Shards that were cut by hand, or for other nodes, hold other tokens: refused on every rank."""
+    ctx, batch = context(), batch_of(1, 48)
+    del batch["attention_mask"]
+    one_node = sp.initialize(ctx.size, per_node=ctx.size)
+    by_hand = sp.shard(batch, one_node)
+    del by_hand["batch_hash"]
+    for of_model, shard, match in (
+        (ctx, sp.shard(batch, one_node), f"for {ctx.size} ranks on each node, expected one for {ctx.per_node}"),
+        (one_node, sp.shard(batch, ctx), f"for {ctx.per_node} ranks on each node, expected one for {ctx.size}"),
+        (ctx, by_hand, "was cut by hand"),
+    ):
+        model = build("llama")
+        sp.apply_ulysses(model, of_model)
+        with pytest.raises(ValueError, match=match):
+            model(**shard)
+    sp.restore(model)
+    sp.apply_ulysses(model, one_node)
+    assert model(**by_hand).loss.isfinite()
 
 
 def evaluated() -> None:

@@ -7,7 +7,7 @@ import pytest
 from distributed.cases import pool_of
 from sp import images, loading, prefixes, recurrences, steps, trainer, whole, worker
 from sp.cases import attention_cases, layer_cases
-from sp.nodes import compared_first_step, evaluated, hosts, meshes, refused, status_of
+from sp.nodes import compared_first_step, cut_for_others, evaluated, hosts, meshes, refused, status_of
 from sp.over_ranks import on_nodes
 from support.pool import Pool
 
@@ -68,9 +68,9 @@ def test_whole_batches(pool: Pool, per_node: int, i: int, case: tuple) -> None:
     pool.run(on_nodes, per_node, whole.of_kind, i, *case)
 
 
-@pytest.mark.full("2 s each", but=("short-4in2", "evaluated-4in2", "status_of-4in2"))
+@pytest.mark.full("2 s each", but=("short-4in2", "evaluated-4in2", "cut_for_others-4in2", "status_of-4in2"))
 @OF_NODES
-@pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, evaluated, status_of])
+@pytest.mark.parametrize("case", [worker.axes, whole.short, whole.read, evaluated, cut_for_others, status_of])
 def test_single_cases(pool: Pool, per_node: int, case: Callable[[], None]) -> None:
     pool.run(on_nodes, per_node, case)
 

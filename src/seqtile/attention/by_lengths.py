@@ -12,9 +12,8 @@ from seqtile.attention.heads import Rows, count
 from seqtile.attention.local import LocalAttention, in_parts, joined, visible, zeros
 from seqtile.attention.recompute import Call, call_again_in_backward, gathered
 
-
 LONG = 2**15
-"""From how many keys on query heads that share them are computed one after the other, see `_of_some_queries`."""
+"""From how many keys on query heads that share them are computed one after the other, see `_head_by_head`."""
 
 
 class PackedCall(NamedTuple):
@@ -40,7 +39,12 @@ def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Te
     asked = gathered(asked, queries)
 
     def computed(lengths: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        return attention.with_sinks(sinks).compute(q, k, v, **lengths)
+        def call(q: Tensor, sinks: Tensor | None) -> Tensor:
+            return attention.with_sinks(sinks).compute(q, k, v, **lengths)
+
+        times = q.shape[1] // k.shape[1]
+        is_long = rows < layout.length and q.requires_grad and k.shape[2] >= LONG
+        return _head_by_head(call, q, sinks, times) if is_long and times > 1 else call(q, sinks)
 
     if layout.parents:
         again = [Call(partial(computed, call.lengths), call.keys) for call in calls]
@@ -48,26 +52,18 @@ def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Te
         out = joined(list(call_again_in_backward(again, parts, k, v, attention.sinks, attention.draws)), 1)
     else:
         keys = layout.once((*key, "k"), lambda: _index([calls[0].keys], batch * layout.length, q.device))
-        compute = partial(computed, calls[0].lengths)
-        if rows < layout.length:
-            compute = partial(_of_some_queries, compute)
-        out = compute(asked, gathered(k, keys), gathered(v, keys), attention.sinks)
+        out = computed(calls[0].lengths, asked, gathered(k, keys), gathered(v, keys), attention.sinks)
     if queries is not None:
         out = out.new_zeros(1, tokens, heads, out.shape[3]).index_copy(1, queries, out)
     return out.view(batch, rows, heads, -1)
 
 
-def _of_some_queries(
-    compute: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """Computes attention of a part of the queries to all keys, with one query head of each kv head at a time if the keys
-    are long: FlashAttention-2's backward makes gradients of the keys for every query head at once, which here are
-    larger than anything that queries need."""
-    times = q.shape[1] // k.shape[1] if k.shape[2] >= LONG else 1
-    if times == 1:
-        return compute(q, k, v, sinks)
+def _head_by_head(call: Callable[..., Tensor], q: Tensor, sinks: Tensor | None, times: int) -> Tensor:
+    """Computes attention with one of the query heads of each kv head at a time. FlashAttention-2's backward makes
+    gradients of the keys for every query head at once, and those of long keys are larger than anything that a part of
+    the queries needs."""
     each = [slice(i, None, times) for i in range(times)]
-    outs = [compute(q[:, some], k, v, None if sinks is None else sinks[some]) for some in each]
+    outs = [call(q[:, some], None if sinks is None else sinks[some]) for some in each]
     return torch.stack(outs, 3).flatten(2, 3)
 
 

@@ -27,13 +27,14 @@ class Traffic(NamedTuple):
 
 def traffic(shape: Shape, setup: Setup, tokens: int, weights: int, gradients: int) -> Traffic | None:
     """Returns the bytes of a step of so many tokens in a batch of sequences, and so many bytes of the model's weights
-    and of its gradients; None on one node, and for nodes with unequal numbers of a sequence's GPUs.
+    and of its gradients; None on one node, and where nodes have unequal numbers of a sequence's GPUs.
 
     A checkpointed layer sends in its forward, in its recomputation and in its backward; with attention by groups of
     heads queries, keys and values once more.
     """
     nodes, groups = setup.nodes, planned_groups(shape, setup) or 1
-    if setup.gpus <= setup.gpus_per_node or nodes.size % nodes.per_node:
+    whole = setup.gpus % setup.gpus_per_node == 0 and setup.gpus_per_node % nodes.per_node == 0
+    if setup.gpus <= setup.gpus_per_node or not whole:
         return None
     a_head = tokens * shape.head_dim * setup.bytes * shape.layers
 

@@ -127,12 +127,12 @@ class Setup:
         expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
         expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
-        even = self.flat or self.sequence_parallel % self.nodes.per_node == 0
-        each = f"at most the {self.gpus_per_node} GPUs of a node, a multiple of them, or flat"
-        expect("sequence_parallel", even, each, self.sequence_parallel)
         whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
         expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
-        expect("hsdp", not self.hsdp or self.zero_stage == 3, "zero_stage 3, which is FSDP2's", self.zero_stage)
+        by_fsdp2 = self.zero_stage == 3 and not self.load_in_4bit and not {"optimizer", "weights"} & {*self.offload}
+        whole_nodes = self.gpus <= self.gpus_per_node or self.gpus % self.gpus_per_node == 0
+        sharded = f"what FSDP2 shards (zero_stage 3, neither 4 bits nor offload) on whole nodes of {self.gpus_per_node}"
+        expect("hsdp", not self.hsdp or (by_fsdp2 and whole_nodes), sharded, True)
         half = "bfloat16 or float16 under autocast, which computes in it"
         expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
         expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)
@@ -147,8 +147,9 @@ class Setup:
 
     @property
     def nodes(self) -> Nodes:
-        """The nodes of the GPUs that share a sequence."""
-        return Nodes(self.sequence_parallel, min(self.sequence_parallel, self.gpus_per_node))
+        """The nodes of the GPUs that share a sequence; one, as in `sp.initialize`, if they are unequal."""
+        size, per_node = self.sequence_parallel, self.gpus_per_node
+        return Nodes(size, per_node if size % per_node == 0 else size)
 
     def sharers(self, q_heads: int, kv_heads: int) -> int:
         """Returns how many GPUs heads are dealt to: those that share a sequence, or those of a node."""

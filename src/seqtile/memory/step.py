@@ -109,7 +109,7 @@ class Step:
         self.layer_weights = _layer_weights(shape, setup)
         weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
-        gradients = self.trained * (setup.weight_bytes if setup.full else FLOAT)
+        gradients = self.trained * (FLOAT if setup.zero_stage == 3 or not setup.full else setup.weight_bytes)  # FSDP2's
         self.network = traffic(shape, setup, batch.rows * batch.seq_len, weights + adapters, gradients)
         states = self.trained * setup.optimizer_bytes
         if setup.full and setup.optimizer == "adamw_8bit":  # for embeddings, in float32

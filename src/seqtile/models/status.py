@@ -170,7 +170,8 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if (outcome := outcome_of(model)) is not None:
         yield f"the first training step: {outcome}"
     sharded = vars(model).get(SHARDED)
-    if sharded is not None and (sent := sharded.across_nodes) is not None:
+    groups = (layer and layer.head_groups) or 1
+    if sharded is not None and (sent := sharded.across_nodes(groups)) is not None:
         yield sent
     if not model.training and is_checkpointed(model):
         yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
@@ -196,7 +197,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if layer is not None and layer.tiled and not is_checkpointed(model):
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
     if _is_on_gpu(model):
-        yield from _on_kernels(model, (layer and layer.head_groups) or 1)
+        yield from _on_kernels(model, groups)
 
 
 def outcome_of(model: nn.Module) -> str | None:
@@ -217,7 +218,7 @@ def _on_kernels(model: nn.Module, groups: int) -> Iterator[str]:
     heads, head_dim = (getattr(config, name, None) for name in ("num_attention_heads", "head_dim"))
     if isinstance(heads, int) and dtype != "float32":  # in which sdpa takes another kernel
         kv_heads, attention = getattr(config, "num_key_value_heads", None) or heads, attention_of(model)
-        ranks = 1 if sharded is None else sharded.sp_group.nodes.sharers(heads, kv_heads)
+        ranks = 1 if sharded is None else sharded.sp_group.nodes.sharers(heads // groups, kv_heads // groups)
         limit = flash_limit(attention, -(-heads // (groups * ranks)), head_dim or config.hidden_size // heads)
         if limit is not None:
             yield limit[1]

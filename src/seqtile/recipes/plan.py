@@ -13,7 +13,7 @@ from seqtile import memory
 from seqtile.limits import flash_limit
 from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
-from seqtile.memory.setup import GIB, setup_of
+from seqtile.memory.setup import GIB, expect, is_size, setup_of
 from seqtile.memory.shape import NoFormula
 from seqtile.memory.squares import makes_squares
 from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
@@ -103,6 +103,7 @@ def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None
     With `layer` or `head_groups` the planned step has them, even if the sequence fits without. Raises the ValueErrors
     of `seqtile.memory`, with the names of options instead of fields."""
     try:
+        expect("network", asked.network is None or is_size(asked.network), "more than 0 GB/s", asked.network)
         return _forecast(asked, each)
     except ValueError as error:
         name, _, rest = str(error).partition(": ")

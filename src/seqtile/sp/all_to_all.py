@@ -8,8 +8,9 @@ A rank receives only the queries that it computes and the kv heads that they rea
 the ranks' heads. With heads dealt within nodes (nodes.py) a rank receives queries of its own node's tokens, and keys
 and values from every node. Gradients take the opposite way.
 
-Every element is copied once on each side of an all-to-all: with one copy per tensor, or per tensor and part of a node,
-if all ranks have equal numbers of heads, else with one per tensor and rank.
+Every element is copied once on each side of an all-to-all: with one copy per tensor, or on several nodes per tensor and
+part of a node, if all ranks have equal numbers of heads and one run of tokens (on nodes an even number of ranks does);
+else with one per tensor and rank.
 """
 
 from collections.abc import Iterator, Sequence

@@ -31,7 +31,7 @@ from seqtile.sp.attention import NAME
 from seqtile.sp.groups import SequenceParallel, add_up, device_of
 from seqtile.sp.layout import ShardedLayout
 from seqtile.sp.sharding_hooks import BATCH_HASH, WHOLE_LENGTH, Forward, ShardingHooks
-from seqtile.sp.shards import IGNORED, hash_of_tokens, shards_of
+from seqtile.sp.shards import IGNORED, hash_of_tokens, marked, shards_of
 
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
 _BALANCING = {"load_balancing_loss_func", "router_aux_loss_coef"}  # a forward that adds the loss uses these names
@@ -89,7 +89,7 @@ def parts_of(batch: dict[str, Any], ranks: Sequence[int], nodes: Nodes) -> list[
         batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
     if "position_ids" not in batch:
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
-    batch[BATCH_HASH] = hash_of_tokens(batch, rows, length)
+    batch[BATCH_HASH] = marked(hash_of_tokens(batch, rows, length), nodes)
     if length % nodes.size:
         batch[WHOLE_LENGTH] = torch.tensor(length)
     return shards_of(batch, rows, length, ranks, nodes)

@@ -1,6 +1,7 @@
 """Groups of ranks that hold the shards of the same sequences, and their collectives."""
 
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -70,47 +71,50 @@ def initialize(
             dp_shard count replicas; ranks along tp, pp and ep belong to one replica, so they draw the same samples. Of
             a mesh of one dimension without names that is the group.
         per_node: how many of a group's ranks are on each node, one after the other; see "Several nodes" in the docs. By
-            default the ranks' host names tell. The group's size makes all of it one node.
+            default the ranks' host names tell; if nodes have unequal numbers of them, all are taken as one node. So
+            does the group's size.
 
     Runs two collectives. Under NCCL, call `torch.cuda.set_device` before. Raises ValueError, on every rank, if
     torch.distributed is not initialised, if not exactly one of the three is given, if the size does not divide the
-    number of ranks, if the names of a mesh's axes do not tell who shares a sequence, if a group's nodes have unequal
-    numbers of its ranks, if ranks ask for different things, or if NCCL finds that ranks use the same CUDA device.
+    number of ranks, if the names of a mesh's axes do not tell who shares a sequence, if per_node makes unequal nodes,
+    if ranks ask for different things, or if NCCL finds that ranks use the same CUDA device.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
-    world, rank, error, own = dist.get_world_size(), dist.get_rank(), None, None
+    world, rank, error, own, shared = dist.get_world_size(), dist.get_rank(), None, None, None
     try:
         shared = _asked(sequence_parallel_size, group, mesh, world)
-        own = next(ranks for ranks in shared.groups if rank in ranks)
+        if (own := next((ranks for ranks in shared.groups if rank in ranks), None)) is None:
+            raise ValueError(f"rank {rank} is in none of the groups {shared.groups}, expected a group for every rank")
     except Exception as wrong:  # raised when all ranks know
-        error = wrong
-    found = _gathered((socket.gethostname(), per_node, own, error and (str(error) or type(error).__name__)), world)
-    hosts, asked, groups, errors = zip(*found, strict=True)
+        error = ValueError(str(wrong) or type(wrong).__name__)
+    ask = per_node, sequence_parallel_size, shared and shared.axis
+    hosts, asked, groups, errors = zip(
+        *_gathered((socket.gethostname(), ask, own, error and str(error)), world), strict=True
+    )
     if (said := next(filter(None, errors), None)) is not None:
         raise error or ValueError(f"another rank cannot share sequences: {said}")
-    if any(other != per_node for other in asked) or any(groups[other] != ranks for ranks in groups for other in ranks):
+    if any(other != ask for other in asked) or any(groups[other] != ranks for ranks in groups for other in ranks):
         raise ValueError(
-            "the ranks of a group ask for different groups, expected the same arguments on every rank: per_node is "
-            f"{', '.join(map(str, asked))}, and groups are {', '.join(map(str, groups))}"
+            "the ranks ask for different groups, expected the same arguments on every rank: per_node is "
+            f"{', '.join(str(number) for number, *_ in asked)}, and groups are {', '.join(map(str, groups))}"
         )
     told = shared.per_node if per_node is None else per_node
-    each = [_per_node(ranks, hosts, told) for ranks in groups]
+    groups = sorted({*map(tuple, groups)})
+    per_node = {ranks: _per_node(ranks, hosts, told) for ranks in groups}[tuple(own)]
     if shared.axis is None:
-        group, _ = dist.new_subgroups_by_enumeration(shared.groups)
+        group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
     elif mesh is not None:
         group = mesh.get_group(shared.axis or None)
-    if len(own) > each[rank] and rank == 0:
-        print(
-            f"seqtile.sp: {len(own)} ranks share a sequence, {each[rank]} on each of {len(own) // each[rank]} nodes, "
-            f"and send across nodes what takes the fewest bytes; per_node={len(own)} takes them as one node"
-        )
+    if len(own) > per_node and rank == 0:
+        said = f"{len(own)} ranks share a sequence, {per_node} on each of {len(own) // per_node} nodes, and send "
+        said += f"across nodes what takes the fewest bytes; per_node={len(own)} takes them as one node"
+        print(f"seqtile.sp: {said}", file=sys.stderr)
     if shared.replica is not None:
         place, replicas = shared.replica, shared.replicas
     else:
-        firsts = sorted({min(ranks) for ranks in groups})
-        place, replicas = firsts.index(min(own)), len(firsts)
-    return SequenceParallel(group, dist.get_rank(group), len(own), place, replicas, per_node=each[rank])
+        place, replicas = groups.index(tuple(own)), len(groups)
+    return SequenceParallel(group, dist.get_rank(group), len(own), place, replicas, per_node=per_node)
 
 
 def _asked(size: int | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, world: int) -> Shared:
@@ -142,22 +146,21 @@ def _gathered(own: tuple, world: int) -> list[tuple]:
     return found
 
 
-def _per_node(ranks: list[int], hosts: Sequence[str], told: int | None) -> int:
-    """Returns how many ranks of a group are on each node, as told or by the names of their hosts. Raises ValueError if
-    nodes have unequal numbers."""
+def _per_node(ranks: Sequence[int], hosts: Sequence[str], told: int | None) -> int:
+    """Returns how many ranks of a group are on each node, as told, or by the names of their hosts; all of them if their
+    numbers are unequal."""
     size = len(ranks)
     if told is not None:
-        if not isinstance(told, int) or told < 1 or (size % told and told % size):
+        if not isinstance(told, int) or isinstance(told, bool) or told < 1 or (size % told and told % size):
             raise ValueError(f"per_node is {told!r}, expected a divisor or a multiple of the {size} ranks of a group")
         return min(told, size)
     runs = [(host, len([*run])) for host, run in groupby(hosts[rank] for rank in ranks)]
-    if len({number for _, number in runs}) > 1 or len({host for host, _ in runs}) < len(runs):
+    is_even = len({number for _, number in runs}) == 1 and len({host for host, _ in runs}) == len(runs)
+    if not is_even and dist.get_rank() == ranks[0]:
         where = ", ".join(f"{number} on {host}" for host, number in runs)
-        raise ValueError(
-            f"the ranks of a group are {where}, expected equally many neighbouring ones on each node; start as many on "
-            f"each, or pass per_node={size}, which takes all as one node"
-        )
-    return runs[0][1]
+        said = "nodes do not have equally many of its ranks, one after the other, so all are taken as one node"
+        print(f"seqtile.sp: a sequence is shared by {where}; {said}", file=sys.stderr)
+    return runs[0][1] if is_even else size
 
 
 def gather(tensor: Tensor, sp_group: SequenceParallel) -> Tensor:

@@ -45,8 +45,10 @@ class Owners:
     @classmethod
     def of_parts(cls, rows: int, length: int, sp_group: SequenceParallel) -> "Owners":
         """Returns owners of [rows, length] tokens, of which each rank holds an equal part of each row, in order."""
-        ranks = places_of(length, sp_group.nodes) // -(-length // sp_group.size)
-        return cls.of_ranks(ranks.expand(rows, -1), sp_group)
+        local, places = -(-length // sp_group.size), places_of(length, sp_group.nodes)
+        if rows == 1:
+            return cls(places[None], local, sp_group, is_shared=False)
+        return cls.of_ranks((places // local).expand(rows, -1), sp_group)
 
     @property
     def ranks(self) -> Tensor:

@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from seqtile.attention.backends import computes_some_queries
 from seqtile.attention.layout import document_edges, documents_at
+from seqtile.attention.nodes import Nodes
 from seqtile.ops.state import exchanged
 from seqtile.protocols import CHOICE, SHARDED
 from seqtile.renamed import cache_in
@@ -36,6 +37,7 @@ from seqtile.sp.owners import Owners
 from seqtile.sp.prefixes import PrefixTree
 from seqtile.sp.recurrence import Recurrence, is_recurrence
 from seqtile.sp.same_batch import check_same_batch
+from seqtile.sp.shards import per_node_in
 
 BATCH_HASH = "batch_hash"  # in a shard: the hash of its whole batch
 WHOLE_LENGTH = "whole_length"  # in a shard of padded sequences: their tokens before padding
@@ -183,8 +185,7 @@ class ShardingHooks:
         """See `seqtile.protocols.ShardedSequences`."""
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
 
-    @property
-    def across_nodes(self) -> str | None:
+    def across_nodes(self, groups: int) -> str | None:
         """See `seqtile.protocols.ShardedSequences`."""
         nodes, config = self.sp_group.nodes, self.model.config.get_text_config()
         if nodes.number == 1:
@@ -195,7 +196,7 @@ class ShardingHooks:
         recurrences, said = sum(isinstance(each, Recurrence) for each in self.replaced), []
         if heads is not None and recurrences < self.layers:
             can = computes_some_queries(self.implementation)
-            in_nodes = can and nodes.chooses_in_nodes(heads, 1 if latents else kv_heads)
+            in_nodes = can and nodes.chooses_in_nodes(heads // groups, 1 if latents else kv_heads // groups)
             keys = "latents" if latents else "keys and values"
             said.append(f"of attention {keys}" if in_nodes else f"of attention queries, {keys} and outputs")
         if recurrences:
@@ -237,7 +238,10 @@ class ShardingHooks:
         if positions is None and self.sp_group.size == 1:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         check_tokens(kwargs, *tokens.shape[:2])
-        self.forward.last_position, *_ = self.compare(tokens, kwargs | {"position_ids": positions}, batch_hash)
+        hashes = [] if batch_hash is None else [torch.as_tensor(batch_hash).view(1)]
+        given = kwargs | {"position_ids": positions}
+        self.forward.last_position, *hashes = self.compare(tokens, given, batch_hash, *hashes)
+        _check_nodes(hashes, self.sp_group.nodes)
         documents = documents_at(document_edges(*gathered_positions(positions, mask, self.sp_group)), mask is not None)
         layout = ShardedLayout(self.sp_group, tokens.shape[1], documents, self.implementation)
         layout.position_ids, layout.whole_length, layout.has_mask = positions, whole_length, mask is not None
@@ -289,6 +293,17 @@ class ShardingHooks:
         """Drops the batch of the model over ranks when its forward ends."""
         known = {"layout": None, "balance": None, "tree": None, "owners": None}
         self.run(replace(self.forward, attention=self.at_rest, is_bypassed=False, **known))
+
+
+def _check_nodes(hashes: list[Tensor], nodes: Nodes) -> None:
+    """Raises ValueError for a shard that was cut for other nodes, or on several nodes for one that does not say so."""
+    found = per_node_in(int(hashes[0])) if hashes else None
+    if found != nodes.per_node and (found is not None or nodes.number > 1):
+        cut_for = "by hand" if found is None else f"for {found} ranks on each node"
+        raise ValueError(
+            f"this shard was cut {cut_for}, expected one for {nodes.per_node}, which holds other tokens: cut it by "
+            f"sp.shard and the like with the ctx of the model, or take one node, sp.initialize(per_node={nodes.size})"
+        )
 
 
 def check_tokens(kwargs: dict[str, Any], batch: int, local: int, expected: str = "this rank's shard of it") -> None:

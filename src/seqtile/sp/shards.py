@@ -13,6 +13,7 @@ from seqtile.attention.nodes import Nodes
 from seqtile.sp.same_batch import hash_of
 
 IGNORED = -100
+_MARK = 16  # bits of a shard's hash
 
 
 def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
@@ -28,6 +29,16 @@ def hash_of_tokens(batch: Mapping[str, Any], rows: int, length: int) -> Tensor:
     """Returns the hash of a batch's integers that belong to tokens, which are the same on any GPU."""
     dims = {name: sequence_dim(name, value, rows, length) for name, value in batch.items()}
     return hash_of({name: batch[name] for name in dims if dims[name] and not batch[name].is_floating_point()})
+
+
+def marked(batch_hash: Tensor, nodes: Nodes) -> Tensor:
+    """Returns a batch's hash with the number of ranks on each node, for which the batch is cut."""
+    return batch_hash << _MARK | nodes.per_node
+
+
+def per_node_in(batch_hash: int) -> int:
+    """Returns the number of ranks on each node that a hash is marked with."""
+    return batch_hash & (1 << _MARK) - 1
 
 
 def shards_of(
@@ -62,7 +73,10 @@ def _part(name: str, value: Tensor, dim: int, tokens: Rows) -> Tensor:
         part = value.narrow(dim, min(start, length), max(0, min(stop, length) - start))
         padding = range(max(0, start - length), max(0, stop - length))
         parts.append(_padded(name, part, padding) if padding else part)
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    if len(parts) > 1:
+        return torch.cat(parts, dim)
+    is_view = tokens[0][1] <= length
+    return parts[0].clone(memory_format=torch.contiguous_format) if is_view else parts[0]
 
 
 def _padded(name: str, value: Tensor, padding: range) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import DataCollatorWithFlattening
 from seqtile import apply_seqtile, sp
 from seqtile.attention.nodes import Nodes
 from seqtile.sp import cut, shards
+from seqtile.sp.shards import per_node_in
 from support.tiny import batch_of, build
 
 
@@ -76,8 +77,10 @@ def test_a_batch_has_its_hash() -> None:
     batch = {"input_ids": ids, "labels": ids.clone(), "weights": torch.randn(2, 20)}
     batch["position_ids"] = torch.arange(20)[None]
     parts = [part for size in (1, 2, 3) for part in cut_over(batch, size)]
-    found = {int(part["batch_hash"]) for part in parts}
-    assert len(found) == 1 and {int(part["batch_hash"]) for part in cut_over(batch | {"weights": ids / 3}, 2)} == found
+    hashes = [int(part["batch_hash"]) for part in parts]
+    assert len({each >> 16 for each in hashes}) == 1 and [*map(per_node_in, hashes)] == [1, 2, 2, 3, 3, 3]
+    found = {hashes[1]}
+    assert {int(part["batch_hash"]) for part in cut_over(batch | {"weights": ids / 3}, 2)} == found
     file = io.BytesIO()
     torch.save(parts[0], file)
     file.seek(0)

@@ -3,7 +3,6 @@ Documents may continue others, as completions continue a prefix that rows share.
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from seqtile.attention.by_block_mask import block_mask
 from seqtile.attention.heads import RankHeads, Rows, rank_heads
 from seqtile.attention.layout import document_edges, documents_at, edges_of, rows_between
 from seqtile.attention.segments import Block, blocks, segments_of
+from seqtile.sp.groups import ALONE
 from seqtile.sp.layout import gathered_positions
 from sp.attentions import INSTALLED, asked, dense, install
 from sp.prefixes import path_mask
@@ -183,7 +183,7 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("seqtile.sp.layout.gather", one_rank)
 
     def found(positions: Tensor, mask: Tensor | None = None) -> tuple[Rows, ...]:
-        whole, of_shards = (positions, mask), gathered_positions(positions, mask, SimpleNamespace(rank=0))
+        whole, of_shards = (positions, mask), gathered_positions(positions, mask, ALONE)
         found, gathered = (documents_at(document_edges(*each), mask is not None) for each in (whole, of_shards))
         assert found == gathered
         return found

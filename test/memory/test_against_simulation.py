@@ -251,6 +251,7 @@ CASES: dict[str, list[Case]] = {
         sharing(8, 18 * K, 16 * K, WHOLE, LORA, over(2), limit=0.09),  # the plan is too high
         sharing(8, 96 * K, 64 * K, WHOLE, over(8)),
         sharing(8, 96 * K, 64 * K, WHOLE, LAYER, over(8)),
+        sharing(8, 96 * K, 64 * K, WHOLE, LAYER, over(8, gpus_per_node=4), limit=0.1),  # the plan is too high
         sharing(8, 48 * K, 32 * K, WHOLE, LAYER, over(2, head_groups=2)),
     ],
     "masks_and_scores": [

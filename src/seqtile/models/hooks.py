@@ -8,6 +8,7 @@
 A hook is recognised by its code, never by a name that it may give itself.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -77,6 +78,13 @@ def is_harmless(hook: Callable, recording: bool) -> bool:
     """Returns whether a module with this hook may be computed from its weights, without calling the hook. If
     `recording`, Hugging Face's recorders of outputs must be called."""
     return _written_in(hook).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
+
+
+def recorded_names_of(module: nn.Module) -> set[str]:
+    """Returns the names under which Hugging Face may record a module's output, whether or not it records now: in a
+    checkpoint's recomputation it does not."""
+    recorders = (hook for hook in module._forward_hooks.values() if _written_in(hook).startswith(_RECORDING))
+    return {inspect.getclosurevars(hook).nonlocals.get("key", "") for hook in recorders}
 
 
 def _written_in(hook: Callable) -> str:

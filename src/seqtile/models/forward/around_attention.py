@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from seqtile.models.chunked import InChunks, call_in_chunks, call_with_further_outputs, recorded_names, recording
+from seqtile.models.chunked import InChunks, call_in_chunks, call_with_further_outputs, recording
 from seqtile.models.forward.attention_masks import check_attention
+from seqtile.models.hooks import recorded_names_of
 from seqtile.models.placement import computed_forward
 from seqtile.models.recognise import source_of
 from seqtile.ops.state import Overridden, having
@@ -235,6 +236,12 @@ def _axis_of(leaf: Any, rows: int, length: int) -> int | None:
     return axes[0] if axes else None
 
 
+def _is_recorded(attention: nn.Module) -> bool:
+    """Returns whether Hugging Face may record outputs of an attention's modules other than its weights."""
+    names = set().union(*map(recorded_names_of, attention.modules()))
+    return any("attentions" not in name for name in names)
+
+
 class _LayerCall:
     """A call of a layer, of which chunks are run: before its attention, and behind it."""
 
@@ -246,7 +253,7 @@ class _LayerCall:
         self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments, cache: Any, is_llamas: bool
     ):
         self.layer, self.forward, self.axis, self.arguments = layer, forward, axis, arguments
-        self.is_llamas, self.projects_again = is_llamas, not is_llamas or bool(recorded_names())
+        self.is_llamas, self.projects_again = is_llamas, not is_llamas or _is_recorded(layer.self_attn)
         self.module: nn.Module | None = None
         self.cache = cache
 

@@ -169,9 +169,9 @@ def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch
 @pytest.mark.full("20 s of simulation")
 def test_a_type_without_a_formula_is_simulated() -> None:
     model = on_meta(QWEN, torch.float32)
-    found = seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, dry_run=True)
+    found = seqtile.fit(model, seq_len=4000, gpu_memory_gib=8, dry_run=True)
     assert on(found) == ("loss and MLPs in chunks",) and found.plan is None
-    assert "simulated with its own code" in str(found) and 1 < found.gpu_gib < 2
+    assert "simulated with its own code" in str(found) and 1 < found.gpu_gib < 6.4
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dev import models
 folder = Path(sys.argv.pop())
 models.PAGE, models.proven.PROVEN = folder / "page.md", folder / "proven.json"
 models.proven.PROVEN_ATTENTION = folder / "proven_attention.json"
+models.proven.PROVEN_ATTENTION.write_text("{}")
 models.model_types, models.REAL_CONFIGS = lambda: ["llama"], []
 models.main()
 

@@ -45,13 +45,13 @@ def test_where_there_is_a_formula_too(model_type: str) -> None:
     turned_on = {name: setup.tiles for name, setup, refusal in simulation.turned_on(Setup()) if refusal is None}
     assert turned_on == TILES
     for name, tiles in TILES.items():
-        setup = Setup(tiles=tiles, gpu_memory_gib=1 + simulation.held / GIB)
+        setup = Setup(tiles=tiles, gpu_memory_gib=4 + simulation.held / GIB)
 
         def bytes_of(tokens: int, setup: Setup = setup) -> float:
             return simulation.predict(setup, tokens, 1).gpu_bytes - simulation.held
 
         longest = simulation.longest(setup, batch_size=2).tokens
-        assert bytes_of(2 * longest) <= 2**30 < bytes_of(2 * longest + 2)
+        assert bytes_of(2 * longest) <= 2**32 < bytes_of(2 * longest + 2)
         if name == "loss, MLP, layer" and model_type == "gemma2":
             continue  # the formulas do not have them
         parts = memory.plan(config.to_dict(), seq_len=300_000, tiles=tiles).peak.parts

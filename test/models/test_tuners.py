@@ -54,6 +54,6 @@ def test_in_chunks(name: str) -> None:
     batch = batch_of(2, 101)
     expected = loss_and_gradients(model, **batch)  # of the same model: OSF's hooks on parameters are not copied
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    assert_equal(loss_and_gradients(model, **batch), expected, 1e-6, 2e-5)
+    assert_equal(loss_and_gradients(model, **batch), expected, 1e-6, 5e-5)
     status = seqtile.status(model)
     assert status.mlp.chunked == 2 and "equal the untiled model's" in str(status)

@@ -2,7 +2,6 @@
 masks are on the device "meta", which stands for a GPU."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from seqtile.ops.attention_limits import attention_warning
 from seqtile.recipes import plan
 from seqtile.sp import attention as sp_attention
 from seqtile.sp.attention import UlyssesAttention
+from seqtile.sp.groups import ALONE
 from seqtile.sp.layout import ShardedLayout
 from support.tiny import build
 
@@ -120,7 +120,7 @@ def test_sequence_parallelism_asks(release: Callable, said: list[str], monkeypat
     """Documents are computed one by one, so only a long one counts."""
     release("torch", "2.10.0")
     monkeypatch.setattr(sp_attention, "attend", lambda *given: None)
-    q, one = on_meta(1, 32, 2 * TOO_MANY, 128), SimpleNamespace(rank=0, size=1, group=None)
+    q, one = on_meta(1, 32, 2 * TOO_MANY, 128), ALONE
     for end in (TOO_MANY - 1, TOO_MANY):
         layout = ShardedLayout(one, 2 * TOO_MANY, (((0, end), (end, end + 9)),), "sdpa")
         UlyssesAttention(None, layout, None, {}, 32, 8).attend(q, q, q)

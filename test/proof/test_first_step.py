@@ -27,6 +27,7 @@ from seqtile.ops import tiled, weight_grads
 from seqtile.proof import first_step
 from seqtile.proof.batch import TOKENS, trial_batch
 from seqtile.proof.difference import LOSS_NAME, STATES_NAME, difference
+from seqtile.sp.groups import SequenceParallel
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, tiled_copy
 
@@ -413,7 +414,7 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     assert batch.shape == (2, TOKENS) and batch.left_out == ["pixel_values"]
     assert {70, 149, 150, 189, 190} <= set(columns) and columns == sorted(columns)
     assert batch.inputs["position_ids"].shape == batch.inputs["attention_mask"].shape == (2, TOKENS)
-    vars(model)["_seqtile_ulysses"] = SimpleNamespace(sp_group=SimpleNamespace(rank=1, size=2), takes_whole=False)
+    vars(model)["_seqtile_ulysses"] = SimpleNamespace(sp_group=SequenceParallel(None, 1, 2, 0, 1), takes_whole=False)
     second = trial_batch(model, type(model).forward, (labels.clamp(min=0),), given).inputs
     assert "attention_mask" not in second, "of what two ranks keep the second holds the end, without a gap"
     assert torch.equal(second["position_ids"], torch.arange(TOKENS, 2 * TOKENS).expand(2, -1))

@@ -144,7 +144,7 @@ def test_trainer(pool: Pool, size: int, per_node: int) -> None:
     pool.run(on_nodes, per_node, trainer.train, expected, size, "llama", leaves_traces=True)
 
 
-@pytest.mark.full("3 s each", but=("whole-4",))
+@pytest.mark.full("3 s each", but=("cut-4",))
 @pytest.mark.parametrize("pool", [4], indirect=True)
 @pytest.mark.parametrize("batches", ["cut", "whole"])
 def test_first_step(pool: Pool, batches: str) -> None:

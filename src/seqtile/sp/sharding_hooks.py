@@ -90,6 +90,8 @@ class ShardingHooks:
         self.last_batch: tuple[int, int, str | None] = 0, 0, None
         """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
         self.forward = Forward(model.config._attn_implementation)
+        self.is_another_batch = False
+        """True in `other_batch`, whose shards are made by who calls it."""
         self.handles: list[Any] = []
         """What `remove` removes."""
         self.replaced: list[Recurrence | CompressedKeys] = []
@@ -216,7 +218,7 @@ class ShardingHooks:
         running = self.forward
         self.forward = Forward(running.attention, is_bypassed=running.is_bypassed)
         try:
-            with exchanged([(vars(self.sp_group), "before", before)]):
+            with exchanged([(vars(self.sp_group), "before", before), (vars(self), "is_another_batch", True)]):
                 yield
         finally:
             self.run(running)
@@ -241,7 +243,8 @@ class ShardingHooks:
         hashes = [] if batch_hash is None else [torch.as_tensor(batch_hash).view(1)]
         given = kwargs | {"position_ids": positions}
         self.forward.last_position, *hashes = self.compare(tokens, given, batch_hash, *hashes)
-        _check_nodes(hashes, self.sp_group.nodes)
+        if not self.is_another_batch:
+            _check_nodes(hashes, self.sp_group.nodes)
         documents = documents_at(document_edges(*gathered_positions(positions, mask, self.sp_group)), mask is not None)
         layout = ShardedLayout(self.sp_group, tokens.shape[1], documents, self.implementation)
         layout.position_ids, layout.whole_length, layout.has_mask = positions, whole_length, mask is not None

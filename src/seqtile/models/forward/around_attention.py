@@ -237,9 +237,10 @@ def _axis_of(leaf: Any, rows: int, length: int) -> int | None:
 
 
 def _is_recorded(attention: nn.Module) -> bool:
-    """Returns whether Hugging Face may record outputs of an attention's modules other than its weights."""
-    names = set().union(*map(recorded_names_of, attention.modules()))
-    return any("attentions" not in name for name in names)
+    """Returns whether Hugging Face may record what an attention, or a module in it, returns besides its weights."""
+    modules = (attention, *attention._modules.values())  # of classes that Hugging Face records
+    hooked = [module for module in modules if module is not None and module._forward_hooks]
+    return any("attentions" not in name for module in hooked for name in recorded_names_of(module))
 
 
 class _LayerCall:

@@ -88,19 +88,9 @@ def initialize(
             raise ValueError(f"rank {rank} is in none of the groups {shared.groups}, expected a group for every rank")
     except Exception as wrong:  # raised when all ranks know
         error = ValueError(str(wrong) or type(wrong).__name__)
-    ask = per_node, sequence_parallel_size, shared and shared.axis
-    hosts, asked, groups, errors = zip(
-        *_gathered((socket.gethostname(), ask, own, error and str(error)), world), strict=True
-    )
-    if (said := next(filter(None, errors), None)) is not None:
-        raise error or ValueError(f"another rank cannot share sequences: {said}")
-    if any(other != ask for other in asked) or any(groups[other] != ranks for ranks in groups for other in ranks):
-        raise ValueError(
-            "the ranks ask for different groups, expected the same arguments on every rank: per_node is "
-            f"{', '.join(str(number) for number, *_ in asked)}, and groups are {', '.join(map(str, groups))}"
-        )
+    asked = per_node, sequence_parallel_size, shared and shared.axis
+    hosts, groups = _agreed(asked, own, error, world)
     told = shared.per_node if per_node is None else per_node
-    groups = sorted({*map(tuple, groups)})
     per_node = {ranks: _per_node(ranks, hosts, told) for ranks in groups}[tuple(own)]
     if shared.axis is None:
         group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
@@ -115,6 +105,23 @@ def initialize(
     else:
         place, replicas = groups.index(tuple(own)), len(groups)
     return SequenceParallel(group, dist.get_rank(group), len(own), place, replicas, per_node=per_node)
+
+
+def _agreed(
+    asked: tuple, own: list[int] | None, error: ValueError | None, world: int
+) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
+    """Returns the host name of each rank, and the groups of all ranks, `own` among them. Raises ValueError on every
+    rank if one has an error, or if ranks asked for different groups."""
+    found = _gathered((socket.gethostname(), asked, own, error and str(error)), world)
+    hosts, by_rank, groups, errors = zip(*found, strict=True)
+    if (said := next(filter(None, errors), None)) is not None:
+        raise error or ValueError(f"another rank cannot share sequences: {said}")
+    if any(other != asked for other in by_rank) or any(groups[rank] != ranks for ranks in groups for rank in ranks):
+        raise ValueError(
+            "the ranks ask for different groups, expected the same arguments on every rank: per_node is "
+            f"{', '.join(str(number) for number, *_ in by_rank)}, and groups are {', '.join(map(str, groups))}"
+        )
+    return hosts, sorted({*map(tuple, groups)})
 
 
 def _asked(size: int | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, world: int) -> Shared:

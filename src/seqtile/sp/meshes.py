@@ -12,12 +12,13 @@ a replica's work."""
 
 
 class Shared(NamedTuple):
-    """How the ranks of a mesh share sequences."""
+    """Which ranks share sequences."""
 
     groups: list[list[int]]
     """The ranks of each group, node by node."""
     axis: str | None
-    """The axis whose process group is this rank's; None if a group spans two axes."""
+    """The axis whose process group is this rank's; "" of a mesh without names, and of a process group that was given;
+    None if process groups are to be created."""
     per_node: int | None
     """The ranks of a group on each node, if the mesh tells."""
     replica: int | None

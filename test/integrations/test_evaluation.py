@@ -3,6 +3,7 @@ logits."""
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,25 @@ def test_compiled() -> None:
         output = tiled(**batch)
     assert relative_error(output.loss, expected.loss) <= 1e-5 and unread(output.logits)
     assert relative_error(output.logits, expected.logits) <= 1e-5
+
+
+@pytest.mark.full("15 s of a compiler")
+def test_trained_compiled() -> None:
+    """Graphs that break in the MLPs leave the loss tiled; a second step compiles nothing anew."""
+    untiled, batch = build("llama"), batch_of(1, 101)
+    tiled = tiled_copy(untiled).train()
+    expected = untiled.train()(**batch)
+    expected.loss.backward()
+    tiled.compile(backend="aot_eager")
+    for step in range(3):
+        with torch.compiler.set_stance("fail_on_recompile") if step == 2 else nullcontext():
+            output = tiled(**batch)
+        assert unread(output.logits) and relative_error(output.loss, expected.loss) <= 1e-5
+        output.loss.backward()
+        for ours, truth in zip(tiled.parameters(), untiled.parameters(), strict=True):
+            assert relative_error(ours.grad, truth.grad) <= 1e-5
+        tiled.zero_grad()
+    assert "lm_head" not in vars(tiled) and "_loss_function" not in vars(tiled)
 
 
 def test_what_a_hook_on_the_head_sees() -> None:

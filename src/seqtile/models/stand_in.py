@@ -4,7 +4,7 @@
     self.loss_function    a property around that of PreTrainedModel
 
 Any other thread, or another forward inside, finds the head and the loss themselves: no attribute of the model changes.
-torch.compile cannot follow a ContextVar. Once it traces a forward in this process, forwards set attributes of the model,
+torch.compile cannot follow a ContextVar. Once it has traced a forward in this process, all set attributes of the model,
 which hide these: also a forward that it gives up, since it still compiles what that forward calls.
 """
 

@@ -110,6 +110,19 @@ def build(family: str, **changes: Any) -> nn.Module:
     return model.train()
 
 
+HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads")
+HEADS += ("num_heads", "n_mamba_heads")
+
+
+def at_least_a_head_each(family: str, ranks: int) -> dict[str, int]:
+    """Twice as many heads of recurrences for more than four ranks; Mamba's half as wide."""
+    if ranks <= 4:
+        return {}
+    own = FAMILIES[family][1]
+    widths = ("mamba_d_head", "mamba_head_dim", *(("head_dim",) if family == "mamba2" else ()))
+    return {x: 2 * own[x] for x in HEADS if x in own} | {x: own[x] // 2 for x in widths if x in own}
+
+
 def documents(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Yields the documents of a batch, each as its own batch without padding."""
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
@@ -142,7 +155,7 @@ def compared(
 ) -> None:
     """Compares loss, all gradients, and the number of all-to-alls: two per token-mixing module and direction."""
     ctx = context()
-    one, batch = build(case.family), batch_of_kind(case.kind)
+    one, batch = build(case.family, **at_least_a_head_each(case.family, ctx.size)), batch_of_kind(case.kind)
     many = copy.deepcopy(one)
     loss, gradients = by_first_rank(one_by_one, one, batch)
     many.config._attn_implementation = attention or one.config._attn_implementation
@@ -189,14 +202,20 @@ def sent_by(family: str, ctx: sp.SequenceParallel, itemsize: int, batch: dict) -
 OF_ATTENTION = ("gpt_oss", "deepseek_v3", "glm4_moe_lite")  # their first layer
 
 
-def delta(k_heads: int, v_heads: int, gate: int = 1) -> tuple[int, int, int, int, int]:
+def delta(k_heads: int, v_heads: int, size: int = 1, gate: int = 1) -> tuple[int, int, int, int, int]:
     """v, gate and beta per head, q and k per key head; v."""
-    return v_heads, k_heads, 10 + gate + 1, 2 * 8, 10
+    times = 1 if size <= 4 else 2
+    return times * v_heads, times * k_heads, 10 + gate + 1, 2 * 8, 10
 
 
-def mamba(*_: object) -> tuple[int, int, int, int, int]:
+def mamba(size: int) -> tuple[int, int, int, int, int]:
     """x and dt per head; B and C per group."""
-    return 6, 2, 16 + 1, 2 * 8, 16
+    return (6, 2, 16 + 1, 2 * 8, 16) if size <= 4 else (12, 2, 8 + 1, 2 * 8, 8)
+
+
+def kimi(size: int) -> tuple[int, int, int, int, int]:
+    heads = 5 if size <= 4 else 10
+    return heads, heads, 8 + 8 + 1, 2 * 8, 8
 
 
 def latent(size: int) -> tuple[int, int, int, int, int]:
@@ -206,11 +225,11 @@ def latent(size: int) -> tuple[int, int, int, int, int]:
 
 
 SENT = {  # heads, groups of heads, elements per token sent to a head and to a group, elements returned by a head
-    "qwen3_next": lambda size: delta(3, 6),
-    "qwen3_5": lambda size: delta(4, 4),
-    "qwen3_5_moe": lambda size: delta(3, 6),
-    "olmo_hybrid": lambda size: delta(6, 6),
-    "kimi_linear": lambda size: (5, 5, 8 + 8 + 1, 2 * 8, 8),
+    "qwen3_next": lambda size: delta(3, 6, size),
+    "qwen3_5": lambda size: delta(4, 4, size),
+    "qwen3_5_moe": lambda size: delta(3, 6, size),
+    "olmo_hybrid": lambda size: delta(6, 6, size),
+    "kimi_linear": kimi,
     "gpt_oss": lambda size: (6, 3, 12, 2 * 12, 12),
     "deepseek_v3": latent,
     "glm4_moe_lite": latent,

@@ -145,11 +145,15 @@ def evaluated() -> None:
 
 def status_of() -> None:
     """`seqtile.status` says what goes across nodes."""
-    ctx = context()
+    ctx, heads = context(), ("num_attention_heads", "num_key_value_heads")
+    more = recurrences.at_least_a_head_each("qwen3_5", ctx.size)
     for make, expected in (
         (lambda: build("qwen3", num_key_value_heads=2), "of attention keys and values"),
-        (lambda: build("qwen3", num_key_value_heads=4), "of attention queries, keys and values and outputs"),
-        (lambda: recurrences.build("qwen3_5"), "recurrences all that they read and return"),
+        (lambda: build("qwen3", **dict.fromkeys(heads, ctx.size)), "of attention queries, keys and values and outputs"),
+        (
+            lambda: recurrences.build("qwen3_5", **more),
+            "recurrences all that they read and return",
+        ),
         (lambda: recurrences.build("deepseek_v3"), "of attention latents"),
     ):
         model = make()

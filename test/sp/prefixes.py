@@ -120,7 +120,10 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
     install()
     ctx = context()
     torch.manual_seed(1)
-    one = recurrences.build(arch) if arch in recurrences.FAMILIES else build(arch, num_key_value_heads=1)
+    if arch in recurrences.FAMILIES:
+        one = recurrences.build(arch, **recurrences.at_least_a_head_each(arch, ctx.size))
+    else:
+        one = build(arch, num_key_value_heads=1)
     if implementation == "eager":  # gives padding other values than the rest
         one.set_attn_implementation("eager")
     many, batch = copy.deepcopy(one), groups(left=True)

@@ -74,8 +74,13 @@ class ShardedSequences(Protocol):
         """The fewest tokens of a prefix that rows share, the tokens of the last batch, how many of them were saved, and
         if none, why; None if each row is computed by itself."""
 
-    def across_nodes(self, groups: int) -> str | None:
-        """Says what the layers send to other nodes, with attention by so many groups of heads; None on one node."""
+    @property
+    def heads_dealt_to(self) -> int:
+        """The number of ranks that heads of attention are dealt to: all, or those of a node."""
+
+    def describe_ranks(self, groups: int) -> str | None:
+        """Says how many ranks share a sequence, and what the layers send to other nodes, with attention by so many
+        groups of heads; None on one rank."""
 
     def stop_sharing_prefixes(self) -> None:
         """Computes every row of a batch by itself from now on."""

@@ -31,6 +31,16 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@contextmanager
+def as_in_a_terminal() -> Iterator[None]:
+    """Lets Ctrl-C interrupt, also if the process that started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
@@ -53,6 +63,7 @@ def on_rank(*arguments: str, command: str = "finetune") -> tuple[int, str]:
     """Runs a seqtile command in this process, on its rank if it has one. Returns its exit code and its output."""
     ended = []
     with (
+        as_in_a_terminal(),
         patch.object(os, "_exit"),  # a successful command of a rank ends with it
         patch.object(training, "return_freed_memory"),  # which changes the process for good
         patch("seqtile.cli.end_by", ended.append),

@@ -68,7 +68,7 @@ def sampled(ctx: sp.SequenceParallel) -> Batch:
 
 
 NO_POSITIONS = "no position_ids came with the tokens"
-OTHERS = "the ranks of a group hold shards of different batches"
+OTHERS = "the ranks of a group hold different batches, or shards of different ones"
 SHAPES = "the ranks of a group hold batches of different shapes"
 SAME = "every rank of the group holds the same tokens at the same positions"
 MIXED_UP: dict[str, tuple[Callable[[sp.SequenceParallel], Batch], str]] = {

@@ -1,6 +1,7 @@
 """Code of a rank whose group is on several nodes, or passes for it."""
 
 import socket
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import seqtile
 from seqtile import sp
@@ -87,6 +89,7 @@ def refused() -> None:
         ({"sequence_parallel_size": 4, "per_node": 3}, "aaaa", "per_node is 3, expected a divisor or a multiple"),
         ({"sequence_parallel_size": 4, "per_node": 0}, "aaaa", "per_node is 0"),
         ({"sequence_parallel_size": 4, "per_node": 1 + rank % 2}, "aaaa", "per_node is 1, 2, 1, 2"),
+        ({"sequence_parallel_size": 4, "per_node": 2 if rank else "2"}, "aaaa", "per_node is '2', 2, 2, 2"),
         ({"sequence_parallel_size": 4 if rank else 2}, "aaaa", "ask for different groups"),
         ({"sequence_parallel_size": 4 if rank else 3}, "aaaa", "is 3, expected a divisor of the 4 ranks"),
         ({"sequence_parallel_size": 4} if rank else {"group": dist.group.WORLD}, "aaaa", "ask for different groups"),
@@ -148,17 +151,36 @@ def status_of() -> None:
     ctx, heads = context(), ("num_attention_heads", "num_key_value_heads")
     more = recurrences.at_least_a_head_each("qwen3_5", ctx.size)
     for make, expected in (
-        (lambda: build("qwen3", num_key_value_heads=2), "of attention keys and values"),
-        (lambda: build("qwen3", **dict.fromkeys(heads, ctx.size)), "of attention queries, keys and values and outputs"),
-        (
-            lambda: recurrences.build("qwen3_5", **more),
-            "recurrences all that they read and return",
-        ),
-        (lambda: recurrences.build("deepseek_v3"), "of attention latents"),
+        (lambda: build("qwen3", num_key_value_heads=2), "keys and values of attention"),
+        (lambda: build("qwen3", **dict.fromkeys(heads, ctx.size)), "queries, keys and values and outputs of attention"),
+        (lambda: recurrences.build("qwen3_5", **more), ", and all inputs and outputs of recurrences"),
+        (lambda: recurrences.build("deepseek_v3"), "latents of attention"),
     ):
         model = make()
         sp.apply_ulysses(model, ctx)
-        assert f"on each of {ctx.nodes.number} nodes; across nodes go {'' if 'rec' in expected else expected}" in str(
-            seqtile.status(model)
-        )
-        assert expected in str(seqtile.status(model))
+        sharing = f"on each of {ctx.nodes.number} nodes; across nodes go "
+        assert (sharing if "rec" in expected else sharing + expected) in (said := str(seqtile.status(model)))
+        assert expected in said
+    sp.restore(model)
+    sp.apply_ulysses(model, sp.initialize(ctx.size, per_node=ctx.size))
+    assert f"{ctx.size} ranks share a sequence\n" in f"{seqtile.status(model)}\n"
+    model = build("llama", **dict.fromkeys(heads, 8))
+    sp.apply_ulysses(model, ctx)
+    seqtile.apply_seqtile(model, layer=True, head_groups="auto")
+    groups = {4: 2, 8: None}[ctx.size]
+    assert seqtile.status(model).layer.head_groups == groups
+
+
+def weights_over_a_part() -> None:
+    """FSDP2 on one node of a sequence's two would leave out the other's gradients: refused on every rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp_node", "sp"))
+    ctx, batch = sp.initialize(mesh=mesh), batch_of(1, 24)
+    for over, match in (("sp", "expected among them all that share"), (("sp_node", "sp"), None)):
+        model = build("llama")
+        sp.apply_ulysses(model, ctx, batches="whole")
+        fully_shard(model.model.layers[0], mesh=mesh[over])
+        fully_shard(model, mesh=mesh[over])
+        with torch.no_grad():
+            assert model(**batch).loss.isfinite()
+        with pytest.raises(ValueError, match=match) if match else nullcontext():
+            model(**batch).loss.backward()

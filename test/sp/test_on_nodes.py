@@ -7,7 +7,16 @@ import pytest
 from distributed.cases import pool_of
 from sp import images, loading, prefixes, recurrences, steps, trainer, whole, worker
 from sp.cases import attention_cases, layer_cases
-from sp.nodes import compared_first_step, cut_for_others, evaluated, hosts, meshes, refused, status_of
+from sp.nodes import (
+    compared_first_step,
+    cut_for_others,
+    evaluated,
+    hosts,
+    meshes,
+    refused,
+    status_of,
+    weights_over_a_part,
+)
 from sp.over_ranks import on_nodes
 from support.pool import Pool
 
@@ -153,6 +162,6 @@ def test_first_step(pool: Pool, batches: str) -> None:
 
 
 @pytest.mark.parametrize("pool", [4], indirect=True)
-@pytest.mark.parametrize("case", [meshes, hosts, refused])
+@pytest.mark.parametrize("case", [meshes, hosts, refused, weights_over_a_part])
 def test_who_shares_a_sequence(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)

@@ -171,8 +171,8 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         yield f"the first training step: {outcome}"
     sharded = vars(model).get(SHARDED)
     groups = (layer and layer.head_groups) or 1
-    if sharded is not None and (sent := sharded.across_nodes(groups)) is not None:
-        yield sent
+    if sharded is not None and (sharing := sharded.describe_ranks(groups)) is not None:
+        yield sharing
     if not model.training and is_checkpointed(model):
         yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
     for name, reason in refused_of(model).items():
@@ -253,7 +253,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     others = dict.fromkeys(_package_at(module) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
     ways, reasons, problem, groups, chunk_tokens, untiled = Counter(), Counter(), None, set(), set(), set()
-    checkpointed, itemsize = is_checkpointed(model), model.dtype.itemsize
+    checkpointed, itemsize, sharded = is_checkpointed(model), model.dtype.itemsize, vars(model).get(SHARDED)
     for module, placement in placements.items():
         verdict, options = part_of[module].verdict(module), placement.options
         ways[verdict.how] += 1
@@ -269,7 +269,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         short = name == "layer" and (verdict.how == "fused" or sparsity != 1)
         untiled.add(resolve_chunk_tokens(options.chunk_tokens, hidden_size, *(() if short else of_module)))
         if name == "layer" and options.head_groups:
-            groups.add(groups_of(module.self_attn, options.head_groups))
+            groups.add(groups_of(module.self_attn, options.head_groups, sharded.heads_dealt_to if sharded else 1))
     return PartStatus(
         name=name,
         applied=name in parts_applied_to(model),
@@ -284,6 +284,6 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         untiled_reason=_joined("untiled", reasons),
         problem=problem,
         refused=sum(type(module).__name__ in refused_of(model) for module in part_of if module not in placements),
-        head_groups=max(groups, default=None),
+        head_groups=max((number for number in groups if number), default=None),
         wrappers=tuple(package for package in around if package not in _PASS_ON),
     )

@@ -100,8 +100,8 @@ class PlanResult:
 
 def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None) -> PlanResult:
     """Returns the forecast for some options. Calls `each` with the name of each step of a simulation before it runs.
-    With `layer` or `head_groups` the planned step has them, even if the sequence fits without. Raises the ValueErrors
-    of `seqtile.memory`, with the names of options instead of fields."""
+    With `layer`, `head_groups` or `sequence_parallel` the planned step has them, even if it fits without. Raises the
+    ValueErrors of `seqtile.memory`, with the names of options instead of fields."""
     try:
         expect("network", asked.network is None or is_size(asked.network), "more than 0 GB/s", asked.network)
         return _forecast(asked, each)
@@ -135,6 +135,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         lengths = list(memory.ladder(shape, batch_size=batch_size, **setup))
     wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
     wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
+    wanted = [row for row in wanted if asked.sequence_parallel in (None, row[0].sequence_parallel)]
     if (seq_len := asked.seq_len) is None:
         chosen, longest = max(wanted, key=lambda row: row[1].tokens)
         seq_len = max(longest.tokens, asked.shared_tokens + chosen.sequence_parallel)
@@ -285,6 +286,8 @@ def figures(forecast: PlanResult) -> dict[str, Any]:
         values["plan"]["node_receives_gb"] = plan.network and {
             part: round(size / 1e9, 3) for part, size in plan.network._asdict().items()
         }
+        if plan.network and forecast.network:
+            values["plan"]["node_receives_seconds"] = round(plan.network.all / 1e9 / forecast.network, 3)
         values["plan"]["moments_gib"] = in_gib({moment.name: moment.bytes for moment in plan.moments})
     return values
 
@@ -317,6 +320,8 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         shown += [lengths_table(forecast.lengths, plan.setup), parts_table(plan)]
     if plan is not None and plan.network is not None:
         shown.append(across_nodes(plan, forecast.network))
+    elif plan is not None and forecast.network is not None:
+        shown.append("All GPUs are on one node, so it receives nothing from others.")
     if plan is not None and plan.fits:
         shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
     elif plan is not None:

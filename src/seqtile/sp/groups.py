@@ -119,15 +119,17 @@ def _agreed(
     if any(other != asked for other in by_rank) or any(groups[rank] != ranks for ranks in groups for rank in ranks):
         raise ValueError(
             "the ranks ask for different groups, expected the same arguments on every rank: per_node is "
-            f"{', '.join(str(number) for number, *_ in by_rank)}, and groups are {', '.join(map(str, groups))}"
+            f"{', '.join(repr(number) for number, *_ in by_rank)}, and groups are {', '.join(map(str, groups))}"
         )
     return hosts, sorted({*map(tuple, groups)})
 
 
 def _asked(size: int | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, world: int) -> Shared:
     """Returns which ranks share sequences. Raises ValueError for arguments that do not tell."""
-    if sum(given is not None for given in (size, group, mesh)) != 1:
-        raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
+    given = {"sequence_parallel_size": size, "group": group, "mesh": mesh}
+    if len(named := [name for name, value in given.items() if value is not None]) != 1:
+        got = " and ".join(named) or "None for each"
+        raise ValueError(f"expected exactly one of sequence_parallel_size, group and mesh, got {got}")
     if mesh is not None:
         return shared_along(mesh)
     if group is not None:

@@ -97,7 +97,7 @@ def check_same_batch(
     elif position_ids is None:
         wrong = "no position_ids came with the tokens, and nothing else tells a shard from a whole sequence"
     elif batch_hash is not None and len(set(hashes)) > 1:
-        wrong = f"the ranks of a group hold shards of different batches, batch_hash = {hashes}"
+        wrong = f"the ranks of a group hold different batches, or shards of different ones, batch_hash = {hashes}"
     elif batch_hash is None and sp_group.size > 1 and len(set(hashes)) == 1:
         wrong = "every rank of the group holds the same tokens at the same positions"
     if wrong is not None:

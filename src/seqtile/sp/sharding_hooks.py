@@ -19,7 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -187,22 +190,47 @@ class ShardingHooks:
         """See `seqtile.protocols.ShardedSequences`."""
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
 
-    def across_nodes(self, groups: int) -> str | None:
-        """See `seqtile.protocols.ShardedSequences`."""
-        nodes, config = self.sp_group.nodes, self.model.config.get_text_config()
-        if nodes.number == 1:
-            return None
+    @property
+    def _recurs(self) -> bool:
+        return any(isinstance(each, Recurrence) for each in self.replaced)
+
+    @property
+    def _sends_latents(self) -> bool:
+        return any(isinstance(each, CompressedKeys) and each.is_chosen for each in self.replaced)
+
+    def _heads(self, groups: int = 1) -> tuple[int, int] | None:
+        """Returns how many heads of queries and of keys a group has; None without attention."""
+        config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
+        if heads is None or sum(isinstance(each, Recurrence) for each in self.replaced) == self.layers:
+            return None
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        latents = any(isinstance(each, CompressedKeys) and each.is_chosen for each in self.replaced)
-        recurrences, said = sum(isinstance(each, Recurrence) for each in self.replaced), []
-        if heads is not None and recurrences < self.layers:
-            can = computes_some_queries(self.implementation)
-            in_nodes = can and nodes.chooses_in_nodes(heads // groups, 1 if latents else kv_heads // groups)
-            keys = "latents" if latents else "keys and values"
-            said.append(f"of attention {keys}" if in_nodes else f"of attention queries, {keys} and outputs")
-        if recurrences:
-            said.append(f"of {recurrences} recurrences all that they read and return")
+        return heads // groups, 1 if self._sends_latents else kv_heads // groups
+
+    def _in_nodes(self, groups: int = 1) -> bool:
+        """Returns whether attention by so many groups of heads deals them within nodes."""
+        heads, can = self._heads(groups), computes_some_queries(self.implementation)
+        return heads is not None and can and self.sp_group.nodes.chooses_in_nodes(*heads)
+
+    @property
+    def heads_dealt_to(self) -> int:
+        """See `seqtile.protocols.ShardedSequences`."""
+        nodes = self.sp_group.nodes
+        return nodes.per_node if self._in_nodes() else nodes.size
+
+    def describe_ranks(self, groups: int) -> str | None:
+        """See `seqtile.protocols.ShardedSequences`."""
+        nodes, said = self.sp_group.nodes, []
+        if nodes.size == 1:
+            return None
+        if nodes.number == 1:
+            return f"{nodes.size} ranks share a sequence"
+        if self._heads() is not None:
+            keys = "latents" if self._sends_latents else "keys and values"
+            keys = keys if self._in_nodes(groups) else f"queries, {keys} and outputs"
+            said.append(f"{keys} of attention")
+        if self._recurs:
+            said.append("all inputs and outputs of recurrences")
         where = f"{nodes.size} ranks share a sequence, {nodes.per_node} on each of {nodes.number} nodes"
         return f"{where}; across nodes go {', and '.join(said)}"
 
@@ -253,6 +281,8 @@ class ShardingHooks:
 
     def compare(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None, *along: Tensor) -> tuple:
         """Compares the ranks' batches, unless they were compared in this forward, see `check_same_batch`."""
+        if torch.is_grad_enabled():
+            _check_mesh_of_weights(self.outer, self.sp_group)
         sp_group, choices = (ALONE, {}) if self.forward.is_compared else (self.sp_group, self.choices())
         return check_same_batch(tokens, kwargs, batch_hash, sp_group, self.batches.expected, choices, *along)
 
@@ -298,14 +328,29 @@ class ShardingHooks:
         self.run(replace(self.forward, attention=self.at_rest, is_bypassed=False, **known))
 
 
+def _check_mesh_of_weights(model: nn.Module, sp_group: SequenceParallel) -> None:
+    """Raises ValueError, on all ranks alike, if FSDP2 averages gradients over only a part of a sequence's ranks."""
+    sharded = next((module for module in model.modules() if isinstance(module, FSDPModule)), nn.Identity())
+    weight = next((each for each in sharded.parameters() if isinstance(each, DTensor)), None)
+    if weight is None or sp_group.size == 1:
+        return
+    found, ranks = weight.device_mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(sp_group.group)
+    if not {*ranks} <= {*found}:
+        raise ValueError(
+            f"FSDP2 averages gradients over the ranks of its mesh, {found}, expected among them all that share a "
+            f"sequence, {ranks}: the others' tokens would be left out. Give fully_shard a mesh over all ranks, or none"
+        )
+
+
 def _check_nodes(hashes: list[Tensor], nodes: Nodes) -> None:
     """Raises ValueError for a shard that was cut for other nodes, or on several nodes for one that does not say so."""
     found = per_node_in(int(hashes[0])) if hashes else None
     if found != nodes.per_node and (found is not None or nodes.number > 1):
         cut_for = "by hand" if found is None else f"for {found} ranks on each node"
         raise ValueError(
-            f"this shard was cut {cut_for}, expected one for {nodes.per_node}, which holds other tokens: cut it by "
-            f"sp.shard and the like with the ctx of the model, or take one node, sp.initialize(per_node={nodes.size})"
+            f"this shard was cut {cut_for}, expected one for {nodes.per_node} ranks on each: it holds other tokens. "
+            "Cut it by sp.shard and the like with the ctx of the model, or take one node, "
+            f"sp.initialize(per_node={nodes.size})"
         )
 
 

@@ -146,9 +146,9 @@ def _attend(
     if size and not call.allow_recompute:
         raise ValueError(
             f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
-            f"{run.local_output.nbytes} bytes, as eager attention does, and sdpa under a mask: so head_groups='auto' "
-            f"refuses it. Use FlashAttention, or sdpa without a mask, or pass head_groups={call.sizes.groups}: the "
-            "backward then computes attention once more"
+            f"{run.local_output.nbytes} bytes, as eager attention does, and sdpa under a mask or in several calls "
+            "(documents, padding, nodes): so head_groups='auto' refuses it. Use FlashAttention, or pass "
+            f"head_groups={call.sizes.groups}: the backward then computes attention once more"
         )
     if size:
         return run.local_output, GroupAttention(state=state), []

@@ -143,6 +143,7 @@ def finetune(
       --margin             the share of memory that --fit keeps free (0.2)
       --dtype              of the weights (float32, under bfloat16 autocast on a GPU; bfloat16 below adapters)
       --sequence-parallel  under torchrun: GPUs that share a sequence (1)
+      --per-node           of these GPUs, how many are on each node (default: by host names)
     Output
       --output             directory of model, report and checkpoints (runs/finetune)
       --save-every         a checkpoint every so many steps and at the end (default: if the run is ended early)

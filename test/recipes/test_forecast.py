@@ -111,6 +111,7 @@ def test_what_does_not_fit() -> None:
         (("--gpus", "16", "--hsdp"), "MixedPrecisionPolicy(torch.bfloat16, torch.float32), mesh=mesh)"),
         (("--gpus", "16", "--flat"), 'sp.apply_ulysses(model, sp.initialize(16, per_node=16), batches="whole")'),
         (("--gpus", "16"), 'sp.apply_ulysses(model, sp.initialize(16), batches="whole")'),
+        (("--gpus", "8", "--sequence-parallel", "8", "--seq-len", "9000"), "sp.initialize(8)"),
         (("--gpus", "4"), "fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"),
         (("--gpus", "4", "--lora-rank", "8"), "    fully_shard(module, mp_policy="),
         (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
@@ -131,10 +132,14 @@ def test_several_nodes() -> None:
     sent = told["node_receives_gb"]
     total = sent["attention"] + sent["weights"]
     assert f"A node receives {total:,.1f} GB from others in a step: {sent['attention']:,.1f} of attention" in text
-    assert f"({sent['flat']:,.1f} with heads dealt to all GPUs)" in text and f"{total / 400:.2f} s at 400 GB/s" in text
+    assert f"({sent['flat']:,.1f} with heads over all GPUs)" in text and f"{total / 400:.2f} s at 400 GB/s" in text
     assert "This is arithmetic, not measured." in text and sent["flat"] == pytest.approx(
         3 * sent["attention"], rel=1e-3
     )
+    assert json.loads(said(LLAMA, *options, "--network", "400", "--json"))["plan"]["node_receives_seconds"] == round(
+        total / 400, 3
+    )
+    assert "All GPUs are on one node" in said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--network", "400")
     assert "GB/s" not in said(LLAMA, *options) and "A node" not in said(LLAMA, "--gpus", "8", "--seq-len", "100000")
     assert json.loads(said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--json"))["plan"]["node_receives_gb"] is None
     assert "--network: expected more than 0 GB/s, got 0.0" in said(LLAMA, *options, "--network", "0", exit_code=1)
@@ -317,6 +322,7 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
             "--shared-tokens: expected fewer than the 9 tokens of a sequence, got 9",
         ),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
+        ([LLAMA, "--gpus", "12"], "--gpus-per-node: expected a divisor of the 12 GPUs, or no fewer, got 8"),
         (["google/gemma-2-9b", "--layer"], "model type gemma2: whole layers are not planned; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
         ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),

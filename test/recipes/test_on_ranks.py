@@ -24,7 +24,8 @@ def test_sequences_that_ranks_share(pool: Pool, shared: int, tmp_path: Path) -> 
     (tmp_path / "book.txt").write_text("a long document, " * 500)
     common = ("--model", tmp_path / "start", "--data", tmp_path / "book.txt", "--seq-len", 301, "--steps", 3)
     common = (*map(str, common), "--learning-rate", "1e-3", "--layer")
-    found = pool.run(on_rank, *common, "--output", str(tmp_path / "run"), "--sequence-parallel", str(shared))
+    over = ("--sequence-parallel", str(shared), "--per-node", "1")
+    found = pool.run(on_rank, *common, "--output", str(tmp_path / "run"), *over)
     assert {code for code, _ in found} == {0}, found
     assert [("seqtile: step 3/3" in said) for _, said in found] == [True] + [False] * (len(found) - 1), "one prints"
     groups = str(len(found) // shared)

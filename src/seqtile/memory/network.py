@@ -33,7 +33,8 @@ def traffic(shape: Shape, setup: Setup, tokens: int, weights: int, gradients: in
     heads queries, keys and values once more.
     """
     nodes, groups = setup.nodes, planned_groups(shape, setup) or 1
-    if setup.gpus <= setup.gpus_per_node or setup.gpus_per_node % nodes.per_node:
+    whole = setup.gpus % setup.gpus_per_node == 0 and setup.gpus_per_node % nodes.per_node == 0
+    if setup.gpus <= setup.gpus_per_node or not whole:
         return None
     a_head = tokens * shape.head_dim * setup.bytes * shape.layers
 

@@ -143,7 +143,8 @@ def train(asked: FinetuneOptions, monitor: Monitor) -> Tuner:
     check_fixed_options(asked, fixed, last)
     training.model_init_kwargs, kind, extra = None, Tuner, {}
     if asked.own.sequence_parallel > 1:
-        kind, extra = SequenceParallelTuner, {"sequence_parallel": sp.initialize(asked.own.sequence_parallel)}
+        sp_group = sp.initialize(asked.own.sequence_parallel, per_node=asked.own.per_node)
+        kind, extra = SequenceParallelTuner, {"sequence_parallel": sp_group}
     arguments = {"train_dataset": rows, "eval_dataset": others, "processing_class": tokenizer}
     arguments |= {"peft_config": get_peft_config(model_options), "fixed": fixed, "monitor": monitor}
     set_seed(training.seed)  # of adapters, which TRL draws before Trainer sees to it

@@ -19,7 +19,7 @@ from seqtile.recipes.pretrained import device_of
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 MAY_DIFFER = (
     *("output_dir", "max_steps", "resume", "compare", "merge", "margin", "fit", "layer", "head_groups", "offload"),
-    *("run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
+    *("per_node", "run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
     *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank"),
 )
 """How options begin in which a run that goes on where another was ended may differ from it."""
@@ -36,6 +36,7 @@ class OwnOptions:
     fit: bool = False
     margin: float = MARGIN
     sequence_parallel: int = 1
+    per_node: int | None = None
     compare: bool = False
     untiled: bool = False
     resume: bool = False

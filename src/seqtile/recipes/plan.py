@@ -104,6 +104,8 @@ def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None
     ValueErrors of `seqtile.memory`, with the names of options instead of fields."""
     try:
         expect("network", asked.network is None or is_size(asked.network), "more than 0 GB/s", asked.network)
+        whole = asked.gpus <= asked.gpus_per_node or asked.gpus % asked.gpus_per_node == 0
+        expect("gpus_per_node", whole, f"a divisor of the {asked.gpus} GPUs, or no fewer", asked.gpus_per_node)
         return _forecast(asked, each)
     except ValueError as error:
         name, _, rest = str(error).partition(": ")
@@ -343,7 +345,7 @@ def title_of(forecast: PlanResult) -> str:
 def across_nodes(plan: Plan, rate: float | None) -> str:
     """Says what a node receives from others in a step, and how long that takes at `rate` GB/s."""
     found = plan.network
-    flat = f" ({found.flat / 1e9:,.1f} with heads dealt to all GPUs)" if found.attention < found.flat else ""
+    flat = f" ({found.flat / 1e9:,.1f} with heads over all GPUs)" if found.attention < found.flat else ""
     text = f"A node receives {found.all / 1e9:,.1f} GB from others in a step: {found.attention / 1e9:,.1f} of attention"
     text += f"{flat}, {found.weights / 1e9:,.1f} of weights and gradients"
     text += "" if rate is None else f"; {found.all / 1e9 / rate:,.2f} s at {rate:g} GB/s"

@@ -457,6 +457,7 @@ def test_work_of_packed_documents() -> None:
     assert whole == length**2 and pairs((torch.arange(length) % 16)[None]) <= whole / 30
 
 
+@pytest.mark.full("15 s of scores in blocks", but=("sdpa-*", "eager-50"))
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_live_bytes(implementation: str, window: int | None, small_blocks: None) -> None:

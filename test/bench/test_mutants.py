@@ -21,6 +21,7 @@ def mutant() -> ModuleType:
     return module
 
 
+@pytest.mark.full("5 s, of a tool")
 def test_every_place_is_there() -> None:
     found = subprocess.run([sys.executable, ROOT / "dev" / "mutants.py", "--places"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]

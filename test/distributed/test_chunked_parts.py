@@ -21,7 +21,6 @@ EVERY_DAY = (
     "LoRA with dropout, whole layers-FSDP2-none",
     "LoRA of experts-FSDP2, bfloat16-none",
     "4-bit LoRA with dropout-FSDP2, sp-none",
-    "layer of another shape-DDP-none",
 )
 
 

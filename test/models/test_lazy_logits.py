@@ -258,6 +258,7 @@ def test_autocast_dropout_and_training_as_in_the_forward() -> None:
     assert relative_error(dropped.sum(-1), (x.grad * x).sum(-1)) < 0.1, "of the same mask"
 
 
+@pytest.mark.full("7 s of a compiler")
 def test_logits_for_who_follows_a_forward() -> None:
     """Transforms, tracing and compilers get plain logits from a forward without labels."""
     untiled, ids = build("llama", num_hidden_layers=1).eval(), whole(60)["input_ids"]

@@ -128,7 +128,7 @@ def test_compiled_layers(arch: str, device: str) -> None:
         assert len(counters["graph_break"]) == breaks and all(BREAK in reason for reason in counters["graph_break"])
 
 
-@pytest.mark.full("10 s of compiler each, of the same graph", but=("layer.compile-False",))
+@pytest.mark.full("10 s of compiler each, of the same graph")
 @pytest.mark.parametrize(
     ("how", "reentrant"),
     [("model", None), ("torch.compile", None), *(("layer.compile", reentrant) for reentrant in (None, False, True))],

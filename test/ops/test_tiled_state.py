@@ -78,6 +78,7 @@ def state_of(module: nn.Module) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in (*module.buffers(), *([module.calls] if isinstance(module, Counting) else []))]
 
 
+@pytest.mark.full("10 s of a compiler", but=("Deep-*", "Counting-*", "spectral-[!c]*"))
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("make", KEEPING, ids=lambda make: make.__name__)
 def test_state_is_refused_and_put_back(make: Callable[[], nn.Module], holder: str, device: str) -> None:

@@ -73,7 +73,7 @@ def below_the_head(model: PreTrainedModel, autocast: torch.dtype | None) -> None
     assert base is model or "equal the untiled model's up to rounding" in outcome_of(model), outcome_of(model)
 
 
-EVERY_DAY = ("gpt2-float32", "bart-float16", "gpt_oss-bfloat16", "olmo2-autocast float16")
+EVERY_DAY = ("gpt2-float32", "bart-float16", "qwen3-bfloat16", "olmo2-autocast float16")
 
 
 @pytest.mark.full("of each type and precision, a second each", but=EVERY_DAY)

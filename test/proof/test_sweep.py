@@ -16,7 +16,7 @@ def rows_of(model_type: str) -> dict[str, Row]:
     return {row.variant: row for row in sweep(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())}
 
 
-@pytest.mark.full("2 to 60 s each of some thirty variants", but=("gpt2",))
+@pytest.mark.full("2 to 60 s each of some thirty variants")
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:
     try:

@@ -19,8 +19,8 @@ from seqtile.recipes.pretrained import device_of
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 MAY_DIFFER = (
     *("output_dir", "max_steps", "resume", "compare", "merge", "margin", "fit", "layer", "head_groups", "offload"),
-    *("per_node", "run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
-    *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank"),
+    *("run_name", "run_on", "use_cpu", "disable_tqdm", "ddp_backend", "model_init_kwargs", "chat_template_path"),
+    *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank", "per_node"),
 )
 """How options begin in which a run that goes on where another was ended may differ from it."""
 

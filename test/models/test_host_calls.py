@@ -96,8 +96,8 @@ def calls_a_layer(kind: str, tokens: int, checkpointed: bool, way: str) -> float
 
 BEYOND = [
     (0.5, False, {"mlp": 53, "layer": 53, "groups": 53}),
-    # attention of the oldest transformers makes fewer calls
-    (0.5, True, {"mlp": 80, "layer": 80, "groups": 80} if OLDEST else {"mlp": 66, "layer": 74, "groups": 74}),
+    # attention of the oldest transformers makes fewer calls, and its checkpoint calls a layer's forward twice
+    (0.5, True, {"mlp": 80, "layer": 106, "groups": 106} if OLDEST else {"mlp": 66, "layer": 74, "groups": 74}),
     (2, True, {"mlp": 1_415, "layer": 3_915, "groups": 5_415}),
 ]
 
@@ -160,5 +160,5 @@ def test_calls_of_our_functions() -> None:
     forward, backward = (many - few for few, many in zip(two, three, strict=True))
     rest = two[0] - forward - forward
     assert forward.total() <= 300
-    assert backward.total() <= 545
+    assert backward.total() <= (550 if OLDEST else 545)
     assert rest.total() <= 315

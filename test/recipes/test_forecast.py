@@ -139,7 +139,9 @@ def test_several_nodes() -> None:
     assert json.loads(said(LLAMA, *options, "--network", "400", "--json"))["plan"]["node_receives_seconds"] == round(
         total / 400, 3
     )
-    assert "All GPUs are on one node" in said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--network", "400")
+    assert "all GPUs are on one node" in said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--network", "400")
+    uneven = ("--gpus", "24", "--sequence-parallel", "12", "--seq-len", "12000")
+    assert "unequal numbers of the GPUs that share a sequence" in said(LLAMA, *uneven, "--network", "4")
     assert "GB/s" not in said(LLAMA, *options) and "A node" not in said(LLAMA, "--gpus", "8", "--seq-len", "100000")
     assert json.loads(said(LLAMA, "--gpus", "8", "--seq-len", "1000", "--json"))["plan"]["node_receives_gb"] is None
     assert "--network: expected more than 0 GB/s, got 0.0" in said(LLAMA, *options, "--network", "0", exit_code=1)
@@ -322,7 +324,11 @@ def test_just_these_features(options: list[str], setup: dict) -> None:
             "--shared-tokens: expected fewer than the 9 tokens of a sequence, got 9",
         ),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
-        ([LLAMA, "--gpus", "12"], "--gpus-per-node: expected a divisor of the 12 GPUs, or no fewer, got 8"),
+        ([LLAMA, "--gpus", "16", "--per-node", "0"], "--gpus-per-node: expected a positive int, got 0"),
+        (
+            [LLAMA, "--gpus", "12"],
+            "--gpus: expected whole nodes of 8 GPUs (--per-node says how many a node has), got 12",
+        ),
         (["google/gemma-2-9b", "--layer"], "model type gemma2: whole layers are not planned; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
         ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),

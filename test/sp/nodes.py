@@ -152,7 +152,7 @@ def status_of() -> None:
     more = recurrences.at_least_a_head_each("qwen3_5", ctx.size)
     for make, expected in (
         (lambda: build("qwen3", num_key_value_heads=2), "keys and values of attention"),
-        (lambda: build("qwen3", **dict.fromkeys(heads, ctx.size)), "queries, keys and values and outputs of attention"),
+        (lambda: build("qwen3", **dict.fromkeys(heads, ctx.size)), "queries, keys and values, outputs of attention"),
         (lambda: recurrences.build("qwen3_5", **more), ", and all inputs and outputs of recurrences"),
         (lambda: recurrences.build("deepseek_v3"), "latents of attention"),
     ):
@@ -175,12 +175,22 @@ def weights_over_a_part() -> None:
     """FSDP2 on one node of a sequence's two would leave out the other's gradients: refused on every rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp_node", "sp"))
     ctx, batch = sp.initialize(mesh=mesh), batch_of(1, 24)
-    for over, match in (("sp", "expected among them all that share"), (("sp_node", "sp"), None)):
+    layers, lacks = (lambda model: [*model.model.layers, model]), "expected among them all that share"
+    for part, over, match in (
+        (layers, "sp", lacks),
+        (lambda model: [model], "sp", lacks),
+        (layers, ("sp_node", "sp"), None),
+        (layers, None, None),
+    ):
         model = build("llama")
         sp.apply_ulysses(model, ctx, batches="whole")
-        fully_shard(model.model.layers[0], mesh=mesh[over])
-        fully_shard(model, mesh=mesh[over])
+        for module in part(model):
+            fully_shard(module, mesh=over and mesh[over], reshard_after_forward=False)
         with torch.no_grad():
             assert model(**batch).loss.isfinite()
         with pytest.raises(ValueError, match=match) if match else nullcontext():
             model(**batch).loss.backward()
+    frozen = build("llama").requires_grad_(False)
+    sp.apply_ulysses(frozen, ctx, batches="whole")
+    fully_shard(frozen, mesh=mesh["sp"])
+    assert frozen(**batch).loss.isfinite()

@@ -129,12 +129,11 @@ class Setup:
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
         whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
         expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
-        other = [f"{part} offloaded" for part in self.offload if part != "activations"]
-        other += [f"zero_stage {self.zero_stage}"] * (self.zero_stage != 3) + ["load_in_4bit"] * self.load_in_4bit
+        by_fsdp2 = self.zero_stage == 3 and not self.load_in_4bit and not {"optimizer", "weights"} & {*self.offload}
+        fsdp2 = "FSDP2, so zero_stage 3 without load_in_4bit, and no optimizer or weights in offload"
+        expect("hsdp", not self.hsdp or by_fsdp2, fsdp2, True)
         several = self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node == 0
-        other += [] if several else [f"{self.gpus} GPUs on nodes of {self.gpus_per_node}"]
-        fsdp2 = "several whole nodes, and FSDP2: zero_stage 3, neither 4 bits nor weights or optimizer offloaded"
-        expect("hsdp", not (self.hsdp and other), fsdp2, ", ".join(other))
+        expect("hsdp", not self.hsdp or several, f"two or more whole nodes of {self.gpus_per_node} GPUs", self.gpus)
         half = "bfloat16 or float16 under autocast, which computes in it"
         expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
         expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)

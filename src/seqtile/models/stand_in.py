@@ -4,8 +4,8 @@
     self.loss_function    a property around that of PreTrainedModel
 
 Any other thread, or another forward inside, finds the head and the loss themselves: no attribute of the model changes.
-torch.compile cannot follow a ContextVar. Once it has traced a forward in this process, all set attributes of the model,
-which hide these: also a forward that it gives up, since it still compiles what that forward calls.
+A compiler cannot follow a ContextVar; what it traces sets attributes of the model, which hide these. So does a forward
+that it gives up, for example at a graph break inside `with`: it still compiles what that forward calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # None if nothing that is called here is compiled
 
 from seqtile.models.placement import class_of
 from seqtile.ops.state import having
 
 _now: ContextVar[dict[tuple[nn.Module, str], Any] | None] = ContextVar("stand_ins", default=None)
-
-
-_compiles = False
-"""Whether torch.compile has traced a forward in this process."""
-
-
-@torch.compiler.assume_constant_result  # so it is called while torch.compile traces
-def _note_compiler() -> bool:
-    global _compiles
-    _compiles = True
-    return True
 
 
 def _stand_in(owner: nn.Module, name: str) -> Any:
@@ -66,7 +56,7 @@ class _LossFunction(property):
 def standing_in(model: nn.Module, loss: Any, owner: nn.Module, name: str, head: Any) -> AbstractContextManager[None]:
     """Lets a forward that runs inside find `loss` as the model's `loss_function`, and `head` as `owner`'s child of this
     name."""
-    if (torch.compiler.is_compiling() and _note_compiler()) or _compiles:
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
         return _as_attributes(model, loss, owner, name, head)
     if not isinstance(getattr(type(owner), name, None), _Child):
         if not class_of(owner).__module__.startswith("torch."):  # such as a Sequential, which looks up no attribute

@@ -52,7 +52,8 @@ class OwnOptions:
         alone, length, shared_by = training.world_size == 1, training.max_length, self.sequence_parallel
         rate, steps, batch = training.learning_rate, training.max_steps, training.per_device_train_batch_size
         epochs, batches = training.num_train_epochs, training.gradient_accumulation_steps
-        divides = alone or (shared_by >= 1 and training.world_size % shared_by == 0)
+        divides, per_node = alone or (shared_by >= 1 and training.world_size % shared_by == 0), self.per_node
+        is_share = per_node is None or (per_node >= 1 and not (shared_by % per_node and per_node % shared_by))
         for name, right, expected, got in (
             ("seq-len", length is not None and length >= 2, TWO_TOKENS, length),
             ("steps", steps == -1 or 1 <= steps < 2**31, "at least 1 and less than 2**31, or none", steps),
@@ -65,6 +66,7 @@ class OwnOptions:
             ("per-device-train-batch-size", batch >= 1, "at least 1", batch),
             ("gradient-accumulation-steps", batches >= 1, "at least 1", batches),
             ("sequence-parallel", divides, f"a divisor of the {training.world_size} processes", shared_by),
+            ("per-node", is_share, f"a divisor or a multiple of the {shared_by} that share a sequence", per_node),
         ):
             expect(f"--{name}", right, expected, got)
         in_bits = "--load-in-4bit" if model.load_in_4bit else "--load-in-8bit" if model.load_in_8bit else ""
@@ -74,6 +76,7 @@ class OwnOptions:
             (self.groups is not None and not self.layer, "--head-groups is for whole layers; pass --layer too"),
             (chosen, "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit"),
             (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
+            (per_node and shared_by == 1, "--per-node is for --sequence-parallel; pass that too, or leave it out"),
             (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
             (self.compare and self.resume, "--compare does two whole runs, and --resume continues one: leave one out"),
             (self.merge and not model.use_peft, "--merge merges an adapter, but there is none; pass --use-peft too"),

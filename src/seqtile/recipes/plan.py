@@ -13,7 +13,7 @@ from seqtile import memory
 from seqtile.limits import flash_limit
 from seqtile.memory import TILES, Formula, Longest, Plan, Setup, Shape, shape_of
 from seqtile.memory.room import MARGIN, room
-from seqtile.memory.setup import GIB, expect, is_size, setup_of
+from seqtile.memory.setup import GIB, expect, is_count, is_size, setup_of
 from seqtile.memory.shape import NoFormula
 from seqtile.memory.squares import makes_squares
 from seqtile.recipes import HUB_NAME, argument, hub_config, in_brief, number_or_name, option
@@ -104,8 +104,9 @@ def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None
     ValueErrors of `seqtile.memory`, with the names of options instead of fields."""
     try:
         expect("network", asked.network is None or is_size(asked.network), "more than 0 GB/s", asked.network)
-        whole = asked.gpus <= asked.gpus_per_node or asked.gpus % asked.gpus_per_node == 0
-        expect("gpus_per_node", whole, f"a divisor of the {asked.gpus} GPUs, or no fewer", asked.gpus_per_node)
+        each_node, known = asked.gpus_per_node, is_count(asked.gpus_per_node) and is_count(asked.gpus)
+        whole = not known or asked.gpus <= each_node or asked.gpus % each_node == 0
+        expect("gpus", whole, f"whole nodes of {each_node} GPUs (--per-node says how many a node has)", asked.gpus)
         return _forecast(asked, each)
     except ValueError as error:
         name, _, rest = str(error).partition(": ")
@@ -323,7 +324,9 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
     if plan is not None and plan.network is not None:
         shown.append(across_nodes(plan, forecast.network))
     elif plan is not None and forecast.network is not None:
-        shown.append("All GPUs are on one node, so it receives nothing from others.")
+        one = plan.setup.gpus <= plan.setup.gpus_per_node
+        why = "all GPUs are on one node" if one else "nodes have unequal numbers of the GPUs that share a sequence"
+        shown.append(f"No bytes across nodes are counted: {why}.")
     if plan is not None and plan.fits:
         shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
     elif plan is not None:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -227,7 +226,7 @@ class ShardingHooks:
             return f"{nodes.size} ranks share a sequence"
         if self._heads() is not None:
             keys = "latents" if self._sends_latents else "keys and values"
-            keys = keys if self._in_nodes(groups) else f"queries, {keys} and outputs"
+            keys = keys if self._in_nodes(groups) else f"queries, {keys}, outputs"
             said.append(f"{keys} of attention")
         if self._recurs:
             said.append("all inputs and outputs of recurrences")
@@ -282,7 +281,7 @@ class ShardingHooks:
     def compare(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None, *along: Tensor) -> tuple:
         """Compares the ranks' batches, unless they were compared in this forward, see `check_same_batch`."""
         if torch.is_grad_enabled():
-            _check_mesh_of_weights(self.outer, self.sp_group)
+            _check_averaged(self.outer, self.sp_group)
         sp_group, choices = (ALONE, {}) if self.forward.is_compared else (self.sp_group, self.choices())
         return check_same_batch(tokens, kwargs, batch_hash, sp_group, self.batches.expected, choices, *along)
 
@@ -328,18 +327,23 @@ class ShardingHooks:
         self.run(replace(self.forward, attention=self.at_rest, is_bypassed=False, **known))
 
 
-def _check_mesh_of_weights(model: nn.Module, sp_group: SequenceParallel) -> None:
+def _check_averaged(model: nn.Module, sp_group: SequenceParallel) -> None:
     """Raises ValueError, on all ranks alike, if FSDP2 averages gradients over only a part of a sequence's ranks."""
-    sharded = next((module for module in model.modules() if isinstance(module, FSDPModule)), nn.Identity())
-    weight = next((each for each in sharded.parameters() if isinstance(each, DTensor)), None)
-    if weight is None or sp_group.size == 1:
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    if not states or sp_group.size == 1:
         return
-    found, ranks = weight.device_mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(sp_group.group)
-    if not {*ranks} <= {*found}:
-        raise ValueError(
-            f"FSDP2 averages gradients over the ranks of its mesh, {found}, expected among them all that share a "
-            f"sequence, {ranks}: the others' tokens would be left out. Give fully_shard a mesh over all ranks, or none"
-        )
+    ranks = dist.get_process_group_ranks(sp_group.group)
+    for state in states:
+        # Before torch 2.13 a module has one group of parameters, or None. Weights may be gathered by now.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        trained = [each for each in groups if each and any(x.sharded_param.requires_grad for x in each.fsdp_params)]
+        for mesh in {each.mesh_info.mesh for each in trained}:
+            if not {*ranks} <= {*(found := mesh.mesh.flatten().tolist())}:
+                raise ValueError(
+                    f"FSDP2 averages gradients over the ranks of its mesh, {found}, expected among them all that share "
+                    f"a sequence, {ranks}: the others' tokens would be left out. Give fully_shard a mesh over all "
+                    "ranks, or none"
+                )
 
 
 def _check_nodes(hashes: list[Tensor], nodes: Nodes) -> None:

@@ -232,6 +232,11 @@ def of_kolibri1(cases: list[dict]) -> list[int]:
     return [i for i, case in enumerate(cases) if case["model_type"] == "kolibri1"]
 
 
+REFUSED_WITH_A_BATCH = {"moshi": "a window of 16 is not passed on to attention|no layout came with the tokens"}
+if OLDEST:  # its recurrence gets no keyword arguments
+    REFUSED_WITH_A_BATCH["nemotron_h"] = "1 of 2 layers attended over the whole sequence; leave it whole"
+
+
 @pytest.mark.full("a second each", but=of_kolibri1)
 @pytest.mark.parametrize("model_type", model_types())
 def test_whole_layers_in_reentrant_checkpoints(model_type: str) -> None:
@@ -248,8 +253,8 @@ def test_whole_layers_in_reentrant_checkpoints(model_type: str) -> None:
         loss, gradients = loss_and_gradients(plain, **batch)
     except Exception as error:
         pytest.skip(f"refused, or not trained untiled either: {error}")
-    if model_type == "moshi":  # which is known only with the length
-        with pytest.raises(ValueError, match="a window of 16 is not passed on to attention"):
+    if (refusal := REFUSED_WITH_A_BATCH.get(model_type)) is not None:
+        with pytest.raises(ValueError, match=refusal):
             loss_and_gradients(ours, **batch)
         return
     found, of_ours = loss_and_gradients(ours, **batch)

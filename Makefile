@@ -52,7 +52,7 @@ test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton
 test-dist: $(STAMP)  ## of them, those that start several processes
 	$(PYTEST) -m dist
 
-test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and of every benchmark at tiny size: two hours
+test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and of every benchmark at tiny size: hours
 	$(PYTEST) --full -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/proof test/sp

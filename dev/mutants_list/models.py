@@ -16,6 +16,13 @@ TYPES = ("models/test_types.py",)
 
 MUTANTS = (
     Mutant(
+        "compiled: a forward that the compiler gives up hides the head from what it compiles",
+        "standing_in",
+        "torch.compiler.is_compiling() or get_eval_frame_callback() is not None",
+        "torch.compiler.is_compiling()",
+        ("integrations/test_evaluation.py::test_trained_compiled",),
+    ),
+    Mutant(
         "causal LM: labels are not shifted",
         "_loss",
         "F.pad(labels, (0, 1), value=ignore_index)[..., 1:]",

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from recipes.cases import on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
+from seqtile.attention.nodes import Nodes
 from seqtile.cli import app
 from seqtile.integrations.trl import _KNOWN, restore_trl
 from seqtile.recipes import TRL, check_trl
@@ -224,7 +225,9 @@ def test_the_attention_and_the_rows_that_are_planned(pretrained: Path) -> None:
         rows = {"padding_free": asked.training.padding_free, "train_dataset": Dataset.from_dict({"input_ids": lengths})}
         others = {"accelerator": SimpleNamespace(state=state), "is_fsdp_enabled": False}
         setup = planned_setup(asked, SimpleNamespace(model=model, **rows, **others), {})
-        assert (setup.attention, setup.rows) == (attention.partition("_")[0], expected)
+        assert (setup.attention, setup.rows, setup.gpus_per_node) == (attention.partition("_")[0], expected, 8)
+    over = {"sequence_parallel": SimpleNamespace(nodes=Nodes(8, 4))}  # as `sp.initialize` found them
+    assert planned_setup(asked, SimpleNamespace(model=model, **rows, **others, **over), {}).gpus_per_node == 4
 
 
 def report_of(output: Path) -> dict:

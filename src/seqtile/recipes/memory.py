@@ -28,6 +28,9 @@ def planned_setup(asked: "FinetuneOptions", trainer: "SFTTrainer", memory: dict[
         lora = {"lora_rank": asked.model.lora_r, "load_in_4bit": asked.model.load_in_4bit}
     weights = str(trainer.model.dtype).removeprefix("torch.")
     plugin = trainer.accelerator.state.deepspeed_plugin
+    sp_group = getattr(trainer, "sequence_parallel", None)
+    if sp_group is not None and sp_group.nodes.number > 1:
+        memory = memory | {"gpus_per_node": sp_group.nodes.per_node}
     return Setup(
         rows=rows_of(training, trainer),
         attention=planned_attention(trainer.model),

@@ -109,9 +109,9 @@ def call_in_chunks(
 
 
 class _Repeat:
-    """A function of a forward and of a backward that calls it again.
+    """A function of chunks that the backward calls again, with its modules as they were in the forward.
 
-    It raises RuntimeError if something has changed since that cannot be put back.
+    Raises RuntimeError there if something has changed that cannot be put back.
     """
 
     def __init__(self, function: Callable, modules: InChunks):

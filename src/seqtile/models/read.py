@@ -61,7 +61,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def module_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
-    """Says what else than its class's forward runs when `module` is called; None if nothing does. For `recording` see
+    """Says what runs in a call of `module` besides its class's forward; None if nothing does. For `recording` see
     `call_unfused_reason`."""
     if "forward" in vars(module):
         return "has a forward of its own, such as Accelerate's device_map gives it"

@@ -47,8 +47,8 @@ def is_sharded(module: nn.Module) -> bool:
 def gathered(
     module: nn.Module, function: Callable, *tensors: torch.Tensor, chunked: bool = True, inside_call: bool = True
 ) -> Any:
-    """Returns function(*tensors), which computes a module's forward with all weights inside of it whole, also in its
-    backward.
+    """Returns function(*tensors), which computes a module's forward, with all weights in the module gathered around it,
+    once in the forward and once in the backward.
 
     Args:
         tensors: hidden states, through which the backward reaches the module.

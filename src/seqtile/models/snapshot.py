@@ -69,7 +69,7 @@ class Snapshot:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Restores everything for the time of the context, except what `changed` returns."""
+        """Restores, for the time of the context, all that can be restored; the method `changed` names the rest."""
         types = [(part, type(part), then) for part, then in zip(self._parts, self._types, strict=True)]
         types = [(part, now, then) for part, now, then in types if now is not then]
         changed = []

@@ -1,5 +1,5 @@
-"""Keeps how a module is computed, and why, until something that this depends on changes. Functions that end in
-`_verdict`, in forward/, decide it.
+"""Caches the verdict on a module (how it is computed, and why) until something that it depends on changes. Functions
+that end in `_verdict`, in forward/, make it.
 
     verdicts.of(layer)       inspects the layer's modules, classes and functions        the first time
                              compares these with what they were, one by one, by identity   afterwards

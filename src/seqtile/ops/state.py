@@ -1,6 +1,7 @@
 """The state that a repeated function must find and leave unchanged: random numbers, autocast, tensors, generators.
 
-A tiled function runs once per chunk, and again in the backward.
+A tiled function runs once per chunk, and again in the backward. What modules hold (adapters, hooks, weights) is
+restored by models/snapshot.py.
 
 - `ForwardState` is the state that it must find in the backward: autocast and torch's default generators as they were in
   the forward.

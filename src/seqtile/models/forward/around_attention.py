@@ -1,4 +1,5 @@
-"""A decoder layer of any shape, tiled around its attention: its own forward runs chunk by chunk, twice.
+"""A decoder layer of any shape, tiled around its attention: its own forward runs chunk by chunk, first for what comes
+before attention, then for what comes after it.
 
     1. each chunk   forward(x) up to the attention function ──> queries, keys, values of the chunk; the rest is not run
     2. the whole    the model's attention function, as the layer asked for it ──> attn_output

@@ -38,7 +38,7 @@ demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and ti
 
 INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py \
 	test/models/test_liger_orders.py test/distributed/test_data_parallel.py
-# Axolotl's tests come first: one worker runs what they share, 20 s, while the other runs the rest.
+# Axolotl's tests come first: one worker runs what they share, 15 s, while the other runs the rest.
 ON_OLDEST := test/integrations/test_axolotl.py test/attention/test_varlen.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
 	test/models/test_layer_holes.py test/sp/test_documents.py test/recipes/test_resume.py \
 	test/recipes/test_save.py test/recipes/test_finetune.py::test_chats_with_adapters
@@ -56,7 +56,7 @@ test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and
 	$(PYTEST) --full -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/proof test/sp
-	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(BIN)/python -m pytest -q test/integrations/test_axolotl.py
+	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(BIN)/python -m pytest -q --full test/integrations/test_axolotl.py
 	PYTHONPATH=$(TRL) $(PYTEST) --full -m "not gpu" $(ON_OLDEST_TRL)
 	$(BIN)/python -m benchmark.run --size small
 

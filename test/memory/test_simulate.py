@@ -34,7 +34,7 @@ SIZES = {
 TILES = {name: FEATURES[name].changes["tiles"] for name in ("nothing", "loss", "loss, MLP", "loss, MLP, layer")}
 
 
-@pytest.mark.full("4 s each; the others go through the same lines", but=("llama",))
+@pytest.mark.full("4 s each; the others go through the same lines")
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_where_there_is_a_formula_too(model_type: str) -> None:
     """Most layers do not run, and 300,000 tokens are more than the simulation uses."""

@@ -325,7 +325,7 @@ def test_the_part_around_it_is_left_untiled(name: str, later: bool, layer: bool)
     assert_same_loss(model, untiled)
 
 
-@pytest.mark.full("5 s of compiler each", but=("False",))
+@pytest.mark.full("5 s of compiler each")
 @pytest.mark.parametrize("layer", [False, True])
 def test_left_untiled_past_the_recompile_limit(layer: bool) -> None:
     """There the compiler has compiled the code that decides, for a short sequence, and leaves eager the code that

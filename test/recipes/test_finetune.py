@@ -196,6 +196,7 @@ def test_rows_that_cannot_be_trained(pretrained: Path, tmp_path: Path) -> None:
     assert "has no chat template; pass an instruct model" in refused("--config", options, "--model", bare)
 
 
+@pytest.mark.full("10 s; what is chosen is among the tests of fitting")
 def test_fit(pretrained: Path, tmp_path: Path) -> None:
     """The cheapest features with which a step fits, in four fifths of a machine's memory on a CPU."""
     config = AutoConfig.from_pretrained(pretrained)

@@ -133,7 +133,7 @@ def test_steps_with_images_of_a_tiled_model(pool: Pool) -> None:
 IMAGE_REDUCERS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
-@pytest.mark.full("4 s each", but=("*fsdp2-frozen",))
+@pytest.mark.full("4 s each")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize(
     ("pool", "strategy"),

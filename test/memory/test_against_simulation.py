@@ -93,7 +93,7 @@ CASES: dict[str, list[Case]] = {
     "every_architecture": [
         *(Case(arch, 40 * K, {}, LIGER, arch == "llama") for arch in ARCHS),
         *(Case(arch, 40 * K, {}, {}) for arch in ARCHS),
-        Case("gemma3_text", 20 * K, {}, LIGER),
+        daily("gemma3_text", 20 * K, {}, LIGER),
         daily("qwen3_moe", 20 * K, {}, {}),
     ],
     "batch_of_sequences": [llama_daily(8 * K)._replace(batch_size=4)],

@@ -74,9 +74,8 @@ class ShardedSequences(Protocol):
         """The fewest tokens of a prefix that rows share, the tokens of the last batch, how many of them were saved, and
         if none, why; None if each row is computed by itself."""
 
-    @property
-    def heads_dealt_to(self) -> int:
-        """The number of ranks that heads of attention are dealt to: all, or those of a node."""
+    def sharers(self, groups: int = 1) -> int:
+        """Returns how many ranks heads of attention are dealt to, all or those of a node, in so many groups."""
 
     def describe_ranks(self, groups: int) -> str | None:
         """Says how many ranks share a sequence, and what the layers send to other nodes, with attention by so many

@@ -581,11 +581,11 @@ def test_hsdp() -> None:
     assert hsdp.gpu_bytes == alone.gpu_bytes
     assert hsdp.network.weights == 2 * hsdp.shape.parameters * 4 / 2 and hsdp.network.attention == 0
     for setup, match in (
-        ({"zero_stage": 2}, "FSDP2, so zero_stage 3"),
-        ({"offload": "optimizer"}, "FSDP2, so zero_stage 3"),
+        ({"zero_stage": 2}, "zero_stage 3, as FSDP2 shards, got 2"),
+        ({"offload": "optimizer"}, r"no optimizer or weights in offload, got \('optimizer',\)"),
         ({"gpus": 12}, "two or more whole nodes of 8 GPUs, got 12"),
         ({"gpus": 8}, "two or more whole nodes of 8 GPUs, got 8"),
-        ({"lora_rank": 8, "load_in_4bit": True}, "FSDP2, so zero_stage 3"),
+        ({"lora_rank": 8, "load_in_4bit": True}, "load_in_4bit to be False, got True"),
     ):
         with pytest.raises(ValueError, match=f"hsdp: expected {match}"):
             memory.Setup(**{"gpus": 16, "hsdp": True} | setup)

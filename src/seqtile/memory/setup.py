@@ -129,11 +129,14 @@ class Setup:
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
         whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
         expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
-        by_fsdp2 = self.zero_stage == 3 and not self.load_in_4bit and not {"optimizer", "weights"} & {*self.offload}
-        fsdp2 = "FSDP2, so zero_stage 3 without load_in_4bit, and no optimizer or weights in offload"
-        expect("hsdp", not self.hsdp or by_fsdp2, fsdp2, True)
         several = self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node == 0
-        expect("hsdp", not self.hsdp or several, f"two or more whole nodes of {self.gpus_per_node} GPUs", self.gpus)
+        for right, needed, got in (
+            (self.zero_stage == 3, "zero_stage 3, as FSDP2 shards", self.zero_stage),
+            (not self.load_in_4bit, "load_in_4bit to be False", True),
+            (not {"optimizer", "weights"} & {*self.offload}, "no optimizer or weights in offload", self.offload),
+            (several, f"two or more whole nodes of {self.gpus_per_node} GPUs", self.gpus),
+        ):
+            expect("hsdp", right or not self.hsdp, needed, got)
         half = "bfloat16 or float16 under autocast, which computes in it"
         expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
         expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)

@@ -269,7 +269,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         short = name == "layer" and (verdict.how == "fused" or sparsity != 1)
         untiled.add(resolve_chunk_tokens(options.chunk_tokens, hidden_size, *(() if short else of_module)))
         if name == "layer" and options.head_groups:
-            groups.add(groups_of(module.self_attn, options.head_groups, sharded.heads_dealt_to if sharded else 1))
+            groups.add(groups_of(module.self_attn, options.head_groups, sharded.sharers() if sharded else 1))
     return PartStatus(
         name=name,
         applied=name in parts_applied_to(model),

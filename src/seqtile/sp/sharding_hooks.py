@@ -190,32 +190,27 @@ class ShardingHooks:
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
 
     @property
-    def _recurs(self) -> bool:
-        return any(isinstance(each, Recurrence) for each in self.replaced)
+    def _recurrences(self) -> int:
+        return sum(isinstance(each, Recurrence) for each in self.replaced)
 
     @property
     def _sends_latents(self) -> bool:
         return any(isinstance(each, CompressedKeys) and each.is_chosen for each in self.replaced)
 
-    def _heads(self, groups: int = 1) -> tuple[int, int] | None:
+    def _heads(self, groups: int) -> tuple[int, int] | None:
         """Returns how many heads of queries and of keys a group has; None without attention."""
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
-        if heads is None or sum(isinstance(each, Recurrence) for each in self.replaced) == self.layers:
+        if heads is None or self._recurrences == self.layers:
             return None
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return heads // groups, 1 if self._sends_latents else kv_heads // groups
 
-    def _in_nodes(self, groups: int = 1) -> bool:
-        """Returns whether attention by so many groups of heads deals them within nodes."""
-        heads, can = self._heads(groups), computes_some_queries(self.implementation)
-        return heads is not None and can and self.sp_group.nodes.chooses_in_nodes(*heads)
-
-    @property
-    def heads_dealt_to(self) -> int:
+    def sharers(self, groups: int = 1) -> int:
         """See `seqtile.protocols.ShardedSequences`."""
-        nodes = self.sp_group.nodes
-        return nodes.per_node if self._in_nodes() else nodes.size
+        nodes, heads = self.sp_group.nodes, self._heads(groups)
+        can = heads is not None and computes_some_queries(self.implementation)
+        return nodes.sharers(*heads) if can else nodes.size
 
     def describe_ranks(self, groups: int) -> str | None:
         """See `seqtile.protocols.ShardedSequences`."""
@@ -224,11 +219,11 @@ class ShardingHooks:
             return None
         if nodes.number == 1:
             return f"{nodes.size} ranks share a sequence"
-        if self._heads() is not None:
+        if self._heads(groups) is not None:
             keys = "latents" if self._sends_latents else "keys and values"
-            keys = keys if self._in_nodes(groups) else f"queries, {keys}, outputs"
-            said.append(f"{keys} of attention")
-        if self._recurs:
+            sent = keys if self.sharers(groups) < nodes.size else f"queries, {keys}, outputs"
+            said.append(f"{sent} of attention")
+        if self._recurrences:
             said.append("all inputs and outputs of recurrences")
         where = f"{nodes.size} ranks share a sequence, {nodes.per_node} on each of {nodes.number} nodes"
         return f"{where}; across nodes go {', and '.join(said)}"
@@ -329,21 +324,21 @@ class ShardingHooks:
 
 def _check_averaged(model: nn.Module, sp_group: SequenceParallel) -> None:
     """Raises ValueError, on all ranks alike, if FSDP2 averages gradients over only a part of a sequence's ranks."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    if not states or sp_group.size == 1:
+    if sp_group.size == 1:
         return
-    ranks = dist.get_process_group_ranks(sp_group.group)
-    for state in states:
-        # Before torch 2.13 a module has one group of parameters, or None. Weights may be gathered by now.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        trained = [each for each in groups if each and any(x.sharded_param.requires_grad for x in each.fsdp_params)]
-        for mesh in {each.mesh_info.mesh for each in trained}:
-            if not {*ranks} <= {*(found := mesh.mesh.flatten().tolist())}:
-                raise ValueError(
-                    f"FSDP2 averages gradients over the ranks of its mesh, {found}, expected among them all that share "
-                    f"a sequence, {ranks}: the others' tokens would be left out. Give fully_shard a mesh over all "
-                    "ranks, or none"
-                )
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    # Before torch 2.13 a module has one group of parameters, or None. Weights may be gathered by now.
+    lists = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    groups = [each for some in lists for each in some]
+    trained = [each for each in groups if each and any(x.sharded_param.requires_grad for x in each.fsdp_params)]
+    for mesh in {each.mesh_info.mesh for each in trained}:
+        found, ranks = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(sp_group.group)
+        if not {*ranks} <= {*found}:
+            raise ValueError(
+                f"FSDP2 averages gradients over the ranks of its mesh, {found}, expected among them all that share a "
+                f"sequence, {ranks}: the others' tokens would be left out. Give fully_shard a mesh over all ranks, or "
+                "none"
+            )
 
 
 def _check_nodes(hashes: list[Tensor], nodes: Nodes) -> None:

@@ -55,15 +55,17 @@ LENGTH, VOCAB = 150, 64
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 BOTH = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
 TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 24},
     "gemma2": BOTH,  # soft caps
-    "gpt_oss": BOTH,  # sinks
-    "llama4_text": {"attention_chunk_size": 24, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+    # Every token goes to every expert: where two are all but equal, rounding would choose between them.
+    "gpt_oss": BOTH | EXPERTS,  # sinks
+    "llama4_text": {"attention_chunk_size": 24, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1} | EXPERTS,
     "deepseek_v3": {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8,
-                    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-                    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
+                    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 2, "topk_group": 2,
+                    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
 }  # fmt: skip
 
 

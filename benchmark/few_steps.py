@@ -128,7 +128,7 @@ def steps(shape: Shape, tokens: int) -> Findings:
     tiled(model)
     try:
         ours = train(model, inputs)
-    except Exception as error:  # by groups of heads, or tiled at all?
+    except Exception as error:  # in head chunks, or tiled at all?
         yield {"what": "seqtile", "why": f"{type(error).__name__}: {error}"[:400]}
         traceback.clear_frames(error.__traceback__)  # which hold the model and what it keeps
         del model

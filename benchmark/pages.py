@@ -78,7 +78,7 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
     about = (
         f"{results.device}{limit}, driver {machine.get('driver_version', '?')}, {', '.join(versions)}, {results.date}, "
         f"commit {commits}; {max(products):,.0f} TFLOP/s and {max(copies):,.0f} GB/s at most. Of {SHAPE}, forward and "
-        "backward: time over what the matrix products alone take at the rate measured beside; peak GiB above the inputs"
+        "backward: time over what the matmuls alone take at the rate measured beside; peak GiB above the inputs"
         f"{f'; from {min(once) // 1024}K tokens on one repeat' if once else ''}."
     )
     parts = [about]

@@ -152,7 +152,7 @@ def lengths() -> str:
 
 
 def whole_layers() -> str:
-    rows = [["", "GPU", "predicted", "with Liger", "layer tiled", "groups of heads"]]
+    rows = [["", "GPU", "predicted", "with Liger", "layer tiled", "head chunks"]]
     setups = ({}, {"liger": True}, {"tiles": memory.TILES}, GROUPS)
     for model in (LLAMA, QWEN, QWEN_32B):
         for gib in (80, 141):
@@ -168,7 +168,7 @@ def whole_layers() -> str:
 
 
 def quantised() -> str:
-    header = ["checkpointed", "loss and MLP in chunks", "whole layers, groups of heads", "and their inputs on the host"]
+    header = ["checkpointed", "loss and MLP in chunks", "whole layers, head chunks", "and their inputs on the host"]
     rows = [["", "GPU", *header]]
     setups = ({"tiles": ()}, {}, GROUPS, GROUPS | {"offload": ("activations",)})
     for model in (LLAMA, QWEN, QWEN_32B):

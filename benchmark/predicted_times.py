@@ -2,7 +2,7 @@
 
     make predict, or python -m benchmark.predicted_times [--size quick] [--tflops 750] [--tbs 4.2]   # an H200
 
-Every operation of a step at full size is counted, on tensors without data, and priced: a matrix product by its FLOP,
+Every operation of a step at full size is counted, on tensors without data, and priced: a matmul by its FLOP,
 whatever else by the bytes that it reads and writes. Of a float32 sum that half-precision products are added to, half of
 the traffic is taken to be hidden behind them. The core of attention is left out. The floor is the products alone.
 
@@ -294,7 +294,7 @@ def add_to_files(directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted time of a step on a GPU, not measured.")
     parser.add_argument("--size", choices=[size for size in LENGTHS if size not in UNHURRIED], default="first")
-    parser.add_argument("--tflops", type=float, default=750, help="of matrix products, measured on the GPU meant")
+    parser.add_argument("--tflops", type=float, default=750, help="of matmuls, measured on the GPU meant")
     parser.add_argument("--tbs", type=float, default=4.2, help="TB/s, read and written")
     parser.add_argument("--operations", action="store_true", help="what each step is made of, too")
     chosen = parser.parse_args()

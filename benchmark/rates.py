@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 class Rates(NamedTuple):
     flops: float = 750e12
-    """FLOP a second, of matrix products."""
+    """FLOP a second, of matmuls."""
     bytes: float = 4.2e12
     """Bytes a second, read and written."""
 

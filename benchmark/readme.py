@@ -87,7 +87,7 @@ def caption(directory: Path = RESULTS) -> str:
         f"*Longest sequences in tokens, {title}: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of {GPU_GIB} "
         f"GiB, a fifth of it left free; layers checkpointed. Hugging Face: {said[0]}; "
         f"Liger (norms, RoPE, tiled loss): {said[1]}; seqtile: {said[2]}; with Liger's norms: {both:,}; with whole "
-        f"layers and groups of heads instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
+        f"layers and head chunks instead: {said[3]}; and with the layers' inputs in {host:.0f} GiB of "
         f"host memory: {said[4]}. {support}*"
     )
     return fill(text, 130)

@@ -66,7 +66,7 @@ class Subject:
     """Fresh random ones: of a shape, tokens, dtype."""
     contestants: dict[str, Callable[[Any], Forward]]
     flops: Callable[[Shape, int], float]
-    """The fewest that a step of a shape and tokens takes in matrix products."""
+    """The fewest that a step of a shape and tokens takes in matmuls."""
     rows: Callable[[Any, torch.Tensor], list[torch.Tensor]] = lambda operands, out: []
     """Of what was computed at full size, with its output, some rows that can be computed alone: offsets beyond 2**31
     show there."""

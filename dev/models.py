@@ -45,7 +45,7 @@ def table(results: dict[str, list[Finding] | str], shared: dict[str, str], varle
     lines = [
         f"Of {len(results)} types in transformers {release}, {len(built)} can be built small and run on text. "
         f"Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole layers of "
-        f"{count(LAYER)}, and of {groups} by groups of heads. Prefixes that rows share are computed once by "
+        f"{count(LAYER)}, and of {groups} in head chunks. Prefixes that rows share are computed once by "
         f"{sum(one == 'yes' for one in shared.values())}, and attention without masks by "
         f"{sum(one in ('yes', 'with masks') for one in varlen.values())}.",
         "",

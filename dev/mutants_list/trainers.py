@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "fit: the layer inputs go to the host before whole layers are tried",
         "",
-        'Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),',
-        'Feature({"tiles": TILES, "offload": ("activations",)}, "layers in chunks", "no more matrix products"),',
+        'Feature({"tiles": TILES}, "layers in chunks", "no more matmuls"),',
+        'Feature({"tiles": TILES, "offload": ("activations",)}, "layers in chunks", "no more matmuls"),',
         ("test_fitting.py",),
     ),
 )

@@ -137,7 +137,7 @@ def finetune(
       --merge              also write the merged model, to OUTPUT/merged
     Memory
       --layer              tile whole layers, everything except attention: longer sequences fit
-      --head-groups        with --layer: attention by groups of kv heads: a number, or auto
+      --head-groups        with --layer: attention in chunks of kv heads: a number, or auto
       --offload            keep the inputs of checkpointed layers in host memory, not on the GPU
       --fit                choose the cheapest of these three with which a step fits
       --margin             the share of memory that --fit keeps free (0.2)

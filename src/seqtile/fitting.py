@@ -68,7 +68,7 @@ def fit(
 
     It tries them in the order of their cost in time: attention without masks, where the model's makes some; the loss
     and the MLPs in chunks, which are always on; whole layers in chunks, layer inputs in host memory
-    (`seqtile.offload`), attention by groups of heads. It always checkpoints every layer.
+    (`seqtile.offload`), attention in head chunks. It always checkpoints every layer.
 
     Args:
         model: a Hugging Face model, or PEFT's wrapper around one; LoRA is planned as if it were on every projection.

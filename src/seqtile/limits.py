@@ -104,7 +104,7 @@ def cudnn_limit(elements: int, keys: int, has_mask: bool) -> str | None:
         return (
             f"sdpa: batch x heads x tokens x head width is {elements:,}, not less than 2**31, beyond which cuDNN "
             "computes wrong gradients of queries and keys (measured with cuDNN 9.19 on an H200: off by 11 to 58 %). "
-            "Another kernel computes them, in about twice the time. By groups of heads cuDNN is right, and fast: "
+            "Another kernel computes them, in about twice the time. In head chunks cuDNN is right, and fast: "
             'layer=True, head_groups="auto"'
         )
     if has_mask and keys % 128 == 64:

@@ -1,6 +1,6 @@
 """Protocols between subpackages that do not import each other: `models` and `ops` call what `sp` implements.
 
-A tiled layer that computes attention by groups of heads sends the next group between ranks while attention computes
+A tiled layer that computes attention in head chunks sends the next group between ranks while attention computes
 this one. It needs attention in steps, rather than as the one call of Hugging Face's interface:
 
     registered function (SequenceParallelFunction)
@@ -79,7 +79,7 @@ class ShardedSequences(Protocol):
 
     def describe_ranks(self, groups: int) -> str | None:
         """Says how many ranks share a sequence, and what the layers send to other nodes, with attention by so many
-        groups of heads; None on one rank."""
+        head chunks; None on one rank."""
 
     def stop_sharing_prefixes(self) -> None:
         """Computes every row of a batch by itself from now on."""
@@ -112,7 +112,7 @@ class SequenceParallelAttention(Protocol):
         """The number of ranks to which heads are dealt."""
 
     def in_groups(self, groups: int) -> "SequenceParallelAttention":
-        """Returns the steps for one of so many groups of heads; `groups` divides the number of kv heads."""
+        """Returns the steps for one of so many head chunks; `groups` divides the number of kv heads."""
 
     def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
         """Sends q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens; what arrives are q [B, h, rows, K], k

@@ -1,10 +1,10 @@
-"""The rules that a tiled model and its plan both follow: tokens of a chunk, groups of heads, heads of a rank."""
+"""The rules that a tiled model and its plan both follow: tokens of a chunk, head chunks, heads of a rank."""
 
 from math import ceil
 
 MIN_CHUNK_TOKENS = 2048
 MLP_CHUNK_BYTES = 2**29  # of what an untiled MLP computes of a chunk; an 8B model's chunk of D tokens has as much
-CHUNK_MULTIPLE = 512  # of tokens, a whole number of every matrix product's blocks
+CHUNK_MULTIPLE = 512  # of tokens, a whole number of every matmul's blocks
 MAX_AUTO_GROUPS = 8  # what exists of one group only is an eighth then, and its products are wide still
 
 
@@ -21,7 +21,7 @@ def default_chunk_tokens(hidden_size: int, sparsity: float = 1, mlp_size: int = 
 
 
 def number_of_groups(kv_heads: int, head_groups: int | str | None, ranks: int = 1) -> int | None:
-    """Returns how many groups of heads attend one after the other, None for all heads at once.
+    """Returns how many head chunks attend one after the other, None for all heads at once.
 
     "auto" is as many as divide the kv heads, up to `MAX_AUTO_GROUPS`, and give each rank a kv head of its own in every
     group; None if that is one. Raises ValueError if the number asked for cannot be."""

@@ -156,7 +156,7 @@ def test_equals_masks(small_blocks: None, name: str, batch: str) -> None:
 @pytest.mark.parametrize("batch", ["40 documents", "two rows", "padded"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "deepseek_v3"])
 def test_by_torchs_kernel(name: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call a layer and group of heads, also with sinks and unequal widths of heads."""
+    """One call a layer and head chunk, also with sinks and unequal widths of heads."""
     model, inputs = built(name, "eager" if name == "gpt_oss" else "sdpa"), BATCHES[batch]()
     groups = None if name in ("gpt_oss", "deepseek_v3") else 2 if batch == "padded" else "auto"
     other, calls = tiled(model, layer=True, head_groups=groups, chunk_tokens=64), []

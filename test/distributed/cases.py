@@ -34,7 +34,7 @@ class Case(NamedTuple):
     Liger, which removes it, then seqtile."""
 
     layer: str = "none"
-    """segments: the whole layer is tiled; groups: also attention by groups of heads; lora is on every projection."""
+    """segments: the whole layer is tiled; groups: also attention in head chunks; lora is on every projection."""
 
     def __str__(self) -> str:
         return "-".join(self)

@@ -103,7 +103,7 @@ def test_qlora(model: str) -> None:
         found[tiled] = run("qlora", model, data, tiled=tiled, learning_rate=0.005, gradient_accumulation_steps=1)
     assert_same(*(figures(found[tiled]) for tiled in (True, False)))
     status = found[True]["status"]
-    assert (status.layer.tiled, status.layer.reason) == (2, None) and "groups of heads" in found[True]["printed"]
+    assert (status.layer.tiled, status.layer.reason) == (2, None) and "head chunks" in found[True]["printed"]
     assert type(found[True]["model"].model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
     assert_merged(model, "runs/qlora")
 

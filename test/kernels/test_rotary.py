@@ -5,7 +5,7 @@ from seqtile.kernels.dispatch import rotary_
 from support.assertions import assert_as_exact, poisoned
 from support.choice import every_pair
 
-# Llama-8B's group of heads, and all of its heads; halves that are no power of two.
+# Llama-8B's head chunk, and all of its heads; halves that are no power of two.
 SHAPES = [(63, 5, 128), (7, 40, 128), (63, 3, 80), (17, 1, 250)]
 FLOAT, HALVES = torch.float32, (torch.bfloat16, torch.float16)
 OF_X_AND_ANGLES = [(FLOAT, FLOAT), (FLOAT, HALVES[0]), *((half, angles) for half in HALVES for angles in (half, FLOAT))]

@@ -126,7 +126,7 @@ def test_longest_is_the_longest(name: str, gpus: int, sequence_parallel: int, of
         assert longest == memory.longest(shape, **fields)
         lengths.append(longest.tokens)
     assert lengths == sorted(lengths)
-    ends = (sequence_parallel < shape.kv_heads) if shape.tiles_whole else 1  # by groups of heads, or with Liger's norms
+    ends = (sequence_parallel < shape.kv_heads) if shape.tiles_whole else 1  # in head chunks, or with Liger's norms
     assert len(lengths) == 4 + shape.tiles_whole + (sequence_parallel > 1) + ends
     assert lengths[-1] >= memory.longest(name, **setup | {"offload": ("activations", *offload)}, liger=True).tokens
 

@@ -182,7 +182,7 @@ def applied(arch: str, **options: object) -> Callable[[], object]:
 
 
 NO_LAYERS = "the layers of MambaForCausalLM cannot be tiled"
-NO_GROUPS = "attention by groups of heads reads its weights, and its forward is not that of Llama's layers"
+NO_GROUPS = "attention in head chunks reads its weights, and its forward is not that of Llama's layers"
 REFUSED: dict[str, tuple[type, str, Callable[[], object]]] = {
     "no attention": (
         ValueError,
@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[type, str, Callable[[], object]]] = {
         lambda: seqtile.apply_seqtile(small_model(MambaForCausalLM, MambaConfig()), layer=True),
     ),
     "classes without attention": (ValueError, NO_LAYERS, lambda: seqtile.apply_seqtile_to_mamba(layer=True)),
-    "groups of heads in another shape": (ValueError, NO_GROUPS, applied("gemma2", layer=True, head_groups=2)),
+    "head chunks in another shape": (ValueError, NO_GROUPS, applied("gemma2", layer=True, head_groups=2)),
     "a number that does not divide": (
         ValueError,
         "expected a divisor of the 2 kv heads, got 3",

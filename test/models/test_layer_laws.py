@@ -1,4 +1,4 @@
-"""The cost of a tiled layer: matrix products, and live tensors of tokens x width."""
+"""The cost of a tiled layer: matmuls, and live tensors of tokens x width."""
 
 import gc
 import weakref
@@ -107,7 +107,7 @@ def measured(arch: str, tokens: int, **options: object) -> tuple[float, int]:
 )
 def test_tensors_alive(head_groups: str | None, limit: float, thousands: int, chunk: int | None) -> None:
     """Hugging Face has 34.7; with the MLP tiled 21.9. Some use longer chunks than usual, because a simulation takes
-    time per chunk. The matrix products are those of the untiled layers, within 1 %."""
+    time per chunk. The matmuls are those of the untiled layers, within 1 %."""
     options = {} if chunk is None else {"chunk_tokens": chunk * K}
     _, untiled = measured("llama", thousands * K)
     alive, products = measured("llama", thousands * K, layer=True, head_groups=head_groups, **options)

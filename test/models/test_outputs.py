@@ -200,7 +200,7 @@ def test_status_text() -> None:
     assert str(seqtile.status(model)).endswith(f"loss  {untiled}\n  mlp   {untiled}")
     seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
     text = str(seqtile.status(model))
-    assert "  layer seqtile, 50 tokens a chunk, 2 of 2 fused, attention by 2 groups of heads\n" in text
+    assert "  layer seqtile, 50 tokens a chunk, 2 of 2 fused, attention in 2 head chunks\n" in text
     assert "a batch of at most 50 tokens is one chunk: there the MLPs and layers run untiled" in text
     assert "activation checkpointing is off, so every layer keeps what its attention saves as well as its input" in text
     checkpointing(model, False)
@@ -209,7 +209,7 @@ def test_status_text() -> None:
     assert "in evaluation mode" not in str(seqtile.status(model.train()))
     checkpointing(model, None)
     model.model.layers[1].mlp.act_fn = nn.GELU()
-    why = "attention by groups of heads reads its weights, and its activation is GELU"
+    why = "attention in head chunks reads its weights, and its activation is GELU"
     assert f"REFUSES: {why}" in str(seqtile.status(model).layer)
     with pytest.raises(ValueError, match=why):
         model(**batch_of(1, 101))

@@ -333,7 +333,7 @@ def by_default(model_type: str) -> list[nn.Module]:
 
 
 def tiles_by_groups(model_type: str, targets: Sequence[nn.Module | None]) -> str | None:
-    """The error of a type whose attention is asked for in groups of heads; None if there is none."""
+    """The error of a type whose attention is asked for in head chunks; None if there is none."""
     try:
         for target in targets:
             apply(model_type, target, Options(layer=True, head_groups="auto"))
@@ -365,7 +365,7 @@ def test_groups_of_heads_by_classes_are_refused_as_by_models(model_type: str) ->
         return
     expected = tiles_by_groups(model_type, models)
     assert tiles_by_groups(model_type, [None]) == expected
-    assert model_type != "gpt_neox" or "attention by groups of heads reads its weights, and " in expected
+    assert model_type != "gpt_neox" or "attention in head chunks reads its weights, and " in expected
     assert model_type != "pi0" or "expected a model with a head over a vocabulary, got none" in expected
 
 

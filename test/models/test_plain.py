@@ -234,9 +234,9 @@ def test_called_as_it_is(name: str, mode: str) -> None:
         assert reasons[0] and (is_known or __name__ in reasons[0] or "torch" in reasons[0])
         assert ((status.loss.reason or status.loss.untiled_reason) is not None) == of_head
         if mode == "groups" and is_known:
-            with pytest.raises(ValueError, match=r"attention by groups of heads reads its weights, and"):
+            with pytest.raises(ValueError, match=r"attention in head chunks reads its weights, and"):
                 tiled(**batch)
-            assert status.layer.problem.startswith("attention by groups of heads reads its weights, and ")
+            assert status.layer.problem.startswith("attention in head chunks reads its weights, and ")
             return
         assert mode == "mlp" or reasons[1]
         truth = loss_and_gradients(untiled, **batch)

@@ -48,7 +48,7 @@ def test_the_counts_in_readme() -> None:
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     assert (
         f"[{tried} types tried](docs/models.md#the-table) the loss is tiled in {loss}, MLPs or experts in {mlp}, whole "
-        f"layers in {layers}, and {groups} of those {layers} take groups of heads. {types - tried} more types could "
+        f"layers in {layers}, and {groups} of those {layers} take head chunks. {types - tried} more types could "
         "not be tried"
     ) in readme
 
@@ -212,7 +212,7 @@ def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> 
 @pytest.mark.full("a dozen seconds of hrm_text", but=("llama-*", "gpt_oss-*", "olmo2-*"))
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers, each once as an MLP and once (or, by groups of heads, twice) as a layer."""
+    """Two layers, each once as an MLP and once (or, in head chunks, twice) as a layer."""
     counted: list[findings.WayTaken] = []
     leave = findings.WayTaken.__exit__
     monkeypatch.setattr(findings.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))

@@ -61,7 +61,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_long_queries(
     options: dict, reentrant: bool, seen: list[bool], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the forward, and when a checkpoint computes it again; groups of heads need it only when they are longer."""
+    """In the forward, and when a checkpoint computes it again; head chunks need it only when they are longer."""
     model, ids = build("llama", attn_implementation="sdpa").train(), torch.randint(60, (1, TOKENS))
     enable_checkpointing(model, reentrant)
     seqtile.apply_seqtile(model, chunk_tokens=32, check=False, **options)

@@ -36,7 +36,7 @@ _NAMES = ("plain", "ragged", "packed", "window", "packed, window", "padded", "pa
 KINDS = {kind: _WINDOW if "window" in kind else {} for kind in _NAMES}
 """Changes to the configuration, for architectures that support them."""
 REDUCERS = {"torch": ("ddp", "fsdp2"), "zero": ("zero0", "zero1", "zero2"), "zero3": ("zero3", "zero3_all_reduce")}
-LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # also with whole layers tiled: groups of heads
+LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # also with whole layers tiled: head chunks
 
 
 def reducer_cases(family: str) -> Iterator[tuple[str, str, dict, bool]]:
@@ -61,7 +61,7 @@ def attention_cases() -> list[tuple[str, str, str, dict]]:
     return found + [(arch, "packed", arch, soft_cap.get(arch, {})) for arch in ARCHS]
 
 
-LAYERS = (  # heads, kind of sequence, groups of heads with tiled layers; whether attention is recomputed
+LAYERS = (  # heads, kind of sequence, head chunks with tiled layers; whether attention is recomputed
     ("gqa 4/2", "plain", None, False),
     ("odd 9/3", "packed, window", None, False),
     ("mha 4/4", "plain", "auto", False),

@@ -224,7 +224,7 @@ def latent(size: int) -> tuple[int, int, int, int, int]:
     return (6, 1, 12, 8 + 4, 10) if compressed < by_heads else (6, 6, 12, 8 + 4 + 10, 10)
 
 
-SENT = {  # heads, groups of heads, elements per token sent to a head and to a group, elements returned by a head
+SENT = {  # heads, head chunks, elements per token sent to a head and to a group, elements returned by a head
     "qwen3_next": lambda size: delta(3, 6, size),
     "qwen3_5": lambda size: delta(4, 4, size),
     "qwen3_5_moe": lambda size: delta(3, 6, size),

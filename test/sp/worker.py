@@ -60,7 +60,7 @@ def attention(i: int, *case: Any, **options: object) -> None:
 
 
 def whole_layer(i: int, name: str, kind: str, arch: str, shape: dict, groups: int | str | None, repeats: bool) -> None:
-    """The same with whole layers tiled and attention by groups of heads: the next group is sent before waiting for the
+    """The same with whole layers tiled and attention in head chunks: the next group is sent before waiting for the
     last."""
     size = context().size
     spread = compared(i, name, kind, arch, shape, layer=True, head_groups=groups)

@@ -195,7 +195,7 @@ class VarlenAttention:
         kept = {name: options[name] for name in COMPUTED if options.get(name) is not None}
         if SINKS in kept and len(kept[SINKS]) != q.shape[1]:
             raise ValueError(
-                f"expected sinks of {q.shape[1]} heads, got {len(kept[SINKS])}: groups of heads need an attention "
+                f"expected sinks of {q.shape[1]} heads, got {len(kept[SINKS])}: head chunks need an attention "
                 "without sinks; leave out head_groups"
             )
         attention = LocalAttention(module, layout, heads, layout.recipe.window, kept)

@@ -41,7 +41,7 @@ class SeqtileArgs(BaseModel):
     seqtile_layer: bool | None = None
     """Also the rest of each layer except attention."""
     seqtile_head_groups: int | str | None = None
-    """With seqtile_layer: the number of groups of kv heads in attention, or auto."""
+    """With seqtile_layer: the number of head chunks in attention, or auto."""
     seqtile_attention: Literal["varlen"] | None = None
     """Compute attention without masks of length x length."""
     seqtile_offload: bool | None = None

@@ -1,4 +1,4 @@
-"""TRL's trainers with seqtile's loss functions: SFT's loss for three matrix products where TRL's own takes four; the
+"""TRL's trainers with seqtile's loss functions: SFT's loss for three matmuls where TRL's own takes four; the
 log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes; and the loss of DistillationTrainer.
 
     SFTTrainer.compute_loss ─ model(fused_lm_head=True) ─ _ChunkedLogProbFunction.apply ─ linear_log_probs

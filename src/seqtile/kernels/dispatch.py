@@ -50,7 +50,7 @@ def use_triton(wanted: bool) -> None:
     finds, and to compare. It holds for the whole process, from the next kernel on. On a CPU nothing changes,
     except in Triton's interpreter.
 
-    PyTorch computes the same up to rounding, slower and with more memory: outside the matrix products it reads and
+    PyTorch computes the same up to rounding, slower and with more memory: outside the matmuls it reads and
     writes 6 to 27 times as many bytes as the kernels do (counted, not timed on a GPU), and it takes up to 0.6 GiB more,
     at any length. Raises TypeError for another value.
     """

@@ -36,12 +36,12 @@ class Feature(NamedTuple):
 GROUPS = {"tiles": TILES, "head_groups": "auto"}
 FEATURES = {  # that save memory, in the order of their cost in time
     "nothing": Feature({"tiles": ()}),
-    "attention": Feature({"attention": "varlen"}, "attention without masks", "no time and no matrix products"),
+    "attention": Feature({"attention": "varlen"}, "attention without masks", "no time and no matmuls"),
     "loss": Feature({"tiles": ("loss",)}),
-    "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matrix products"),
-    "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matrix products"),
+    "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matmuls"),
+    "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matmuls"),
     "host": Feature({"offload": ("activations",)}, "layer inputs in host memory", "copied while layers compute"),
-    "groups": Feature(GROUPS, "attention by groups of heads", "1 % more matrix products at 128K tokens"),
+    "groups": Feature(GROUPS, "attention in head chunks", "1 % more matmuls at 128K tokens"),
     "Liger": Feature({"liger": True}),
 }
 
@@ -220,7 +220,7 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     turns them on.
 
     First only checkpointing; then attention without masks, where the setup's makes some; then also the loss in chunks,
-    the MLPs, whole layers, sequence parallelism, layer inputs in host memory, and attention by groups of heads.
+    the MLPs, whole layers, sequence parallelism, layer inputs in host memory, and attention in head chunks.
     Features that the model or the setup cannot have are left out. If whole layers are, then the last is Liger's norms,
     where Liger has some for the model.
 

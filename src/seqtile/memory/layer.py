@@ -100,7 +100,7 @@ class Layer:
         self.hidden = tokens * shape.hidden * setup.weight_bytes
         """Bytes of a tensor of hidden states."""
         self.cast = tokens * shape.hidden * setup.bytes
-        """Bytes of hidden states that a matrix product reads or writes; under autocast a copy."""
+        """Bytes of hidden states that a matmul reads or writes; under autocast a copy."""
         self.q, self.kv, expanded = head_shares(shape, setup, tokens)
         self.qkv = self.q + 2 * self.kv
         self.squares, self.eager = squares_of(shape, setup, batch), setup.attention == "eager"
@@ -205,7 +205,7 @@ class Layer:
         """Yields the moments of a layer that is tiled as a whole: only attention's tensors have the length of the
         sequence.
 
-        With groups of heads, queries, keys, values, their gradients and workspace exist for one group at a time.
+        With head chunks, queries, keys, values, their gradients and workspace exist for one group at a time.
         Attention's output is kept for all groups and freed group by group. The gradient of the MLP part's input is
         alive throughout; after the first group, so is the gradient of the projections' input.
         """

@@ -7,11 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-"""Matrix products, with the argument index of the first matrix."""
+"""Matmuls, with the argument index of the first matrix."""
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the FLOP of matrix products, including in-place and out= forms, and all operations."""
+    """Counts the FLOP of matmuls, including in-place and out= forms, and all operations."""
 
     def __init__(self) -> None:
         super().__init__()

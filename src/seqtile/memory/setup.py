@@ -161,7 +161,7 @@ class Setup:
 
     @property
     def bytes(self) -> int:
-        """Bytes per element of the tensors that matrix products read or write."""
+        """Bytes per element of the tensors that matmuls read or write."""
         return DTYPES[self.dtype]
 
     @property

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     swapped: bool = False
     """Its class is swapped for a subclass, rather than changed."""
     takes_head_groups: bool = False
-    """Its attention can be computed by groups of heads."""
+    """Its attention can be computed in head chunks."""
     is_model: bool = False
     """Its modules are models, whose first training step is compared with the untiled model's."""
 

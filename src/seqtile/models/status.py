@@ -55,7 +55,7 @@ class PartStatus:
     refused: int = 0
     """The number of modules that are left untiled for the reasons that a model's notes give."""
     head_groups: int | None = None
-    """The number of groups of heads whose attention runs one after the other; None for all heads at once."""
+    """The number of head chunks whose attention runs one after the other; None for all heads at once."""
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
     untiled_tokens: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class PartStatus:
             if self.fused:
                 text += ", fused" if self.total == 1 else f", {self.fused} of {self.total} fused"
             if self.head_groups:
-                text += f", attention by {self.head_groups} groups of heads"
+                text += f", attention in {self.head_groups} head chunks"
             if self.wrappers:
                 text += f", inside a forward of {', '.join(self.wrappers)}, which decides whether it runs"
         elif self.others == ("trl",):

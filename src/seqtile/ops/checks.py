@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Returns the dtype in which autocast computes matrix products on x's device; None outside autocast."""
+    """Returns the dtype in which autocast computes matmuls on x's device; None outside autocast."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

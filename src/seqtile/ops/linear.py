@@ -1,4 +1,4 @@
-"""Linear layers inside a tiled function: the matrix products of a chunk, and what each adds to weight gradients.
+"""Linear layers inside a tiled function: the matmuls of a chunk, and what each adds to weight gradients.
 
 Parameters are passed as tuples of parts, such as `Projection`. A part is a NamedTuple whose first `TENSORS` fields are
 tensors or None, and whose other fields are numbers. The gradient sums are the same parts with a `WeightGrad` for each

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
     chunked: str | None
     """Why the modules run in chunks; None if they are fused."""
     groups: bool
-    """True if the modules are layers whose attention computes the same in groups of heads."""
+    """True if the modules are layers whose attention computes the same in head chunks."""
     refusal: str | None
     """Why the modules must stay untiled: what differs when they are tiled; None if nothing differs."""
     error: float

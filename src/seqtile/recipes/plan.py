@@ -54,7 +54,7 @@ class PlanOptions:
     accumulate: bool = option(False, "Gradient accumulation: gradients of earlier batches are kept.", "--accumulate")
     offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
     layer: bool = option(False, "Tile whole layers, needed or not.", "--layer")
-    head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
+    head_groups: str | None = option(None, "Head chunks in tiled layers: a number of them, or auto.")
     only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "Print JSON.", "--json")
 

@@ -1,7 +1,7 @@
 """Attention over a sequence whose tokens are sharded over ranks: an all-to-all from tokens to heads, the model's own
 attention over whole sequences, and an all-to-all back.
 
-With `layer=True`, ops/decoder_layer/qkv.py starts the first all-to-all, once per group of heads.
+With `layer=True`, ops/decoder_layer/qkv.py starts the first all-to-all, once per head chunk.
 Source: Arctic Long Sequence Training, 3.2.
 """
 
@@ -62,7 +62,7 @@ class UlyssesAttention(SequenceParallelAttention):
 
     def in_groups(self, groups: int) -> "UlyssesAttention":
         if groups > 1 and SINKS in self.options:
-            raise ValueError("groups of heads over ranks: expected an attention without sinks; leave out head_groups")
+            raise ValueError("head chunks over ranks: expected an attention without sinks; leave out head_groups")
         heads = {"q_heads": self.q_heads // groups, "kv_heads": self.kv_heads // groups}
         return replace(self, **heads, in_nodes=None)
 

@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     own: tuple[str, ...]
     """Operands with all heads: [B, S, H, K] or [B, S, H]. The result has the first one's shape."""
     shared: tuple[str, ...]
-    """Operands that groups of heads share: [B, S, G, K], G a divisor of H."""
+    """Operands that head chunks share: [B, S, G, K], G a divisor of H."""
     of_heads: tuple[str, ...] = ()
     """Parameters [H]."""
     state: str | None = None

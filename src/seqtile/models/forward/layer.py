@@ -141,7 +141,7 @@ def _compute(
     verdict: Verdict, inner: Callable, options: Options, layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]
 ) -> Any:
     """Returns a layer's output for `hidden` and the other arguments in `given`, computed as the verdict says. `inner`
-    is the original forward. Raises ValueError if attention cannot be computed in groups of heads."""
+    is the original forward. Raises ValueError if attention cannot be computed in head chunks."""
     cache = cache_in(given)
     if verdict.how == "untiled":
         return inner(layer, hidden, **given)
@@ -259,12 +259,12 @@ def _attention(
 
 
 def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 1) -> int | None:
-    """Returns how many groups of heads attend one after the other, see `seqtile.rules`."""
+    """Returns how many head chunks attend one after the other, see `seqtile.rules`."""
     return number_of_groups(attention.config.num_key_value_heads, head_groups, ranks)
 
 
 def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
-    """Decides how a layer is computed. `dtype` is the dtype of its matrix products, if known."""
+    """Decides how a layer is computed. `dtype` is the dtype of its matmuls, if known."""
     weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
     sizes = {"weights": weights, "mlp_size": mlp_size_of(*mlps_in(layer))}
     return _verdict(layer, dtype)._replace(sharded=is_sharded(layer), **sizes)
@@ -298,9 +298,9 @@ def _in_chunks(layer: nn.Module, form: LayerForm | None) -> InChunks:
 
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
-    """Raises ValueError if attention cannot be computed in the requested groups of heads."""
+    """Raises ValueError if attention cannot be computed in the requested head chunks."""
     if verdict.how == "chunked":
-        reads = "attention by groups of heads reads its weights"
+        reads = "attention in head chunks reads its weights"
         raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
     groups_of(layer.self_attn, options.head_groups)
 

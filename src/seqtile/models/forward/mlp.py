@@ -131,7 +131,7 @@ def mlp_size_of(*mlps: nn.Module) -> int:
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
     """Says why an MLP is not fused; None if it is. `form`: its form, or its forward if the form is unknown. `dtype`: of
-    its matrix products, None if unknown."""
+    its matmuls, None if unknown."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
     projections = (projection_unfused_reason(name, getattr(mlp, name, None), dtype) for name in form.projections)

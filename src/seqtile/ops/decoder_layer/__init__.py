@@ -1,4 +1,4 @@
-"""A decoder layer of Llama's shape, everything but attention chunk by chunk, and attention by groups of heads.
+"""A decoder layer of Llama's shape, everything but attention chunk by chunk, and attention in head chunks.
 
 Only attention mixes tokens. So norms, projections, rotary embedding, residuals and MLP run in chunks. For the backward
 a layer keeps its input and the tensors that attention saves. With groups, queries, keys and values, and their

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a group of heads, chunk by chunk: norm, projections, norms of heads, rotary embedding.
+"""Queries, keys and values of a head chunk, chunk by chunk: norm, projections, norms of heads, rotary embedding.
 
 A group's lie side by side in one buffer [T, h + 2 kv, K]. The gradients of their weights are summed by attention.py.
 """
@@ -107,7 +107,7 @@ class QKVByGroup:
 class NormedInput:
     """norm(x) of x [T, D], computed chunk by chunk; with `whole` once, and kept for the groups that follow.
 
-    If it is kept, chunks are longer: a group's matrix product is then as large as that of all heads without groups.
+    If it is kept, chunks are longer: a group's matmul is then as large as that of all heads without groups.
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):

@@ -39,7 +39,7 @@ class Head(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its matrix products: autocast's, else that of the operands."""
+        """The dtype of its matmuls: autocast's, else that of the operands."""
         return autocast_dtype(self.hidden) or self.hidden.dtype
 
     def check(self, op: str, name: str = "") -> None:
@@ -261,7 +261,7 @@ class ChunkedHeads(NamedTuple):
 class ChunkedHeadsFunction(torch.autograd.Function):
     """The sum of the losses of `ChunkedHeads`, and the values of every token that counts.
 
-    With `grads_in_forward`, each head costs 3 matrix products in all. The backward multiplies the gradients by the
+    With `grads_in_forward`, each head costs 3 matmuls in all. The backward multiplies the gradients by the
     upstream gradient once, in float32, in place, and returns these buffers, so a second backward (`retain_graph=True`)
     recomputes the chunks. The backward also recomputes them (3 more products) if the upstream gradients differ between
     tokens, or if a value other than the losses has one. Only the backward can know that.

@@ -1,4 +1,4 @@
-"""Writes the tables of options in docs/options.md, from what `--help` prints of `seqtile finetune` and from the fields
+"""Writes the tables of options in docs/api.md, from what `--help` prints of `seqtile finetune` and from the fields
 of the other commands' options: python -m dev.options"""
 
 import re
@@ -12,7 +12,7 @@ from seqtile.cli import app
 from seqtile.recipes import CheckOptions, EvaluateOptions
 from seqtile.recipes.plan import PlanOptions
 
-PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 OPTION = re.compile(r" +(--[\w-]+) {2,}(\S.*)")  # a line of --help; what follows further right goes on with it
 
 

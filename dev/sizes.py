@@ -1,4 +1,5 @@
-"""Counts the files of the package, or of FOLDER, and their lines of code: no blank line, comment or docstring.
+"""Counts the files of the package, or of FOLDER, and their lines of code: no blank line, comment or docstring; and
+the pages and words of the book.
 
 python -m dev.sizes [--files] [FOLDER]
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "seqtile"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "seqtile"
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -42,6 +45,20 @@ def lines_of_code(text: str) -> int:
     return len(lines - docstring_lines(ast.parse(text)))
 
 
+def words_of(page: str) -> int:
+    """Returns the words of a page, with its code and tables, without what commands write or hidden blocks hold."""
+    page = re.sub(r"<!-- ([^>\n]+) -->\n(?s:.*?)<!-- end of \1 -->", "", page)
+    page = re.sub(r"<!--(?s:.*?)-->", "", page)
+    return len(re.findall(r"\S*\w\S*", page))
+
+
+def book() -> dict[str, int]:
+    """Returns the words of each page of docs/ but the API's; what `contributing` includes is counted with it."""
+    found = {page.stem: words_of(page.read_text()) for page in sorted((ROOT / "docs").glob("*.md"))}
+    found["contributing"] += words_of((ROOT / "CONTRIBUTING.md").read_text())
+    return {page: words for page, words in found.items() if page != "api"}
+
+
 def main() -> None:
     folder = Path(next((argument for argument in sys.argv[1:] if not argument.startswith("--")), SOURCE))
     files = {path.relative_to(folder): lines_of_code(path.read_text()) for path in sorted(folder.rglob("*.py"))}
@@ -55,6 +72,8 @@ def main() -> None:
     for name in lines_in:
         print(f"{lines_in[name]:6} lines of code in {counts[name]:3} files  {name}")
     print(f"{sum(files.values()):6} lines of code in {len(files):3} files")
+    if folder == SOURCE:
+        print(f"{sum(book().values()):6} words in {len(book()):3} pages")
 
 
 if __name__ == "__main__":

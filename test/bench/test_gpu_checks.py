@@ -109,7 +109,7 @@ def test_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {row["what"]: row for row in rows}
     assert "equal the untiled model's" in found["first step"]["found"] and found["plan"]["planned_bytes"] > 0
     assert len(found["seqtile"]["losses"]) == 3 and found["seqtile"]["losses"][2] < found["seqtile"]["losses"][0]
-    assert any("attention by 2 groups" in line for line in found["status"]["says"])
+    assert any("attention in 2 head chunks" in line for line in found["status"]["says"])
     ours = few_steps.Trained([1.0], {"weight": torch.full([4], 1.01)}, 0, 0.0)
     others = [ours._replace(gradients={"weight": torch.full([4], value)}) for value in (1.0, 1.001)]
     worst = few_steps.worst_gradient(ours, *others)
@@ -121,7 +121,7 @@ def test_few_steps_say_which_part_failed(monkeypatch: pytest.MonkeyPatch) -> Non
     shape, rows, trained = replace(SHAPES["tiny"], layers=few_steps.LAYERS), [], few_steps.train
 
     def with_groups_failing(model: PreTrainedModel, *given: object) -> few_steps.Trained:
-        if any("groups" in line for line in str(status(model)).splitlines()):
+        if any("head chunks" in line for line in str(status(model)).splitlines()):
             raise RuntimeError("no groups here")
         return trained(model, *given)
 

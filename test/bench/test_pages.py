@@ -27,9 +27,16 @@ def test_make_table_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_picture_tells_readmes_story() -> None:
-    """Each line of the picture ends further right than the previous one."""
-    found = list(readme.longest().values())
-    assert found == sorted(found)
+    """Each line of the picture ends further right than the previous one of its colour, and the best of the other
+    packages further than seqtile without offload."""
+    found = readme.longest()
+    for color in (readme.PEERS, readme.OURS):
+        ends = [found[label] for label, (_, of_line, _) in readme.LINES.items() if of_line == color]
+        assert len(ends) >= 3 and ends == sorted(ends)
+    assert found["seqtile, whole layers, head chunks"] < found[readme.BEST_OF_PEERS] < found[readme.BEST]
+    text = (pages.ROOT / readme.PICTURE).read_text()
+    assert "Predicted peak GPU memory (GiB)" in text
+    assert all(f"{label}: {tokens:,}" in text for label, tokens in found.items())
 
 
 def check(what: str, right: bool = True) -> dict:
@@ -71,19 +78,21 @@ RIGHT = {
 
 
 def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
-    """README's paragraph and the page of benchmarks; lengths and times stay predicted."""
+    """README's paragraph and the page of benchmarks; lengths stay predicted."""
     made_up(tmp_path, "right", "right", **RIGHT)
     said = " ".join(readme.paragraph(tmp_path).split())
+    longest, peers = (readme.longest()[label] for label in (readme.BEST, readme.BEST_OF_PEERS))
     assert said == (
-        "**On an MADE UP GPU** (2000-01-01, commit abc) all 3 [checks](docs/benchmarks.md) are "
-        "right; a step peaked at 12.0 GiB, planned 11.0. GPU times, lengths and memory below are predicted."
+        "**Predicted, not measured: a training step of Llama-3.1-8B with LoRA in 64 GiB fits "
+        f"{longest:,} tokens**; with Liger, DeepSpeed's tiled MLP and offload together it fits {peers:,}. "
+        "All 3 [checks](docs/benchmarks.md#measured-on-a-gpu) are right (MADE UP GPU)."
     )
     page = pages.gpu(tmp_path)
     assert "**Kernels**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
     assert "- sdpa: case a head group, chooses CUDNN_ATTENTION" in page
-    assert "predicted, not measured" in readme.caption(tmp_path) and not readme.measured(tmp_path)[0]
+    assert readme.caption(tmp_path).startswith("*Predicted, not measured: ") and not readme.measured(tmp_path)[0]
     made_up(tmp_path, "right", "right", **RIGHT | {"kernels": [check("one kernel", False)]})
-    assert "**1 of 3 [checks](docs/benchmarks.md) are wrong**" in readme.paragraph(tmp_path)
+    assert "**1 of 3 [checks](docs/benchmarks.md#measured-on-a-gpu) are wrong**" in readme.paragraph(tmp_path)
     assert "| one kernel | nan | 1.0e+00 |" in pages.gpu(tmp_path)
 
 
@@ -92,7 +101,7 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
     said = " ".join(readme.paragraph(tmp_path).split())
-    assert "layer of 4K tokens takes 0.79 of Hugging Face's and 0.95 of Liger's time (MADE UP GPU, 2000-01-01)." in said
+    assert "layer of 4K tokens takes 0.79 of Hugging Face's and 0.95 of Liger's time (MADE UP GPU)." in said
     predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
     core = 1e3 * 9 * 4096**2 * 4096 / 800e12
@@ -102,25 +111,26 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     assert not predicted_times.add_predictions(load(file))
 
 
-def test_measured_lengths_are_named_in_the_caption(tmp_path: Path) -> None:
-    """Only of the picture's memory, and only lines that were measured. README stays short; every page is written."""
+def test_measured_lengths(tmp_path: Path) -> None:
+    """Only of the picture's memory, and only lines that were measured; every page is written."""
     results = tmp_path / "results"
     made_up(results, "other", "quick", model_step=[longest_row("Hugging Face", 5 * K, gib=130)])
-    assert "predicted, not measured" in readme.caption(results)
+    assert "Predicted, not measured" in readme.caption(results)
+    assert readme.NOTHING in " ".join(readme.paragraph(results).split())
     made_up(results, "right", "right", **RIGHT)
     made_up(results, "fast", "first", decoder_layer=[timed("liger", 20.0), timed("seqtile_layer", 19.0)])
     made_up(
-        results, "long", "quick", model_step=[longest_row("Hugging Face", 27 * K), longest_row("and offload", 800 * K)]
+        results, "long", "quick", model_step=[longest_row("Hugging Face", 27 * K), longest_row(readme.BEST, 800 * K)]
     )
     said = " ".join(readme.caption(results).split())
-    assert "tokens, predicted (in brackets: measured, MADE UP GPU, 2000-01-01, commit abc): Llama" in said
-    assert "Hugging Face: 27,970 (27,648); Liger" in said and "(819,200). [How it was" in said
-    assert "seqtile: 106,418; with" in said
-    every = [longest_row(label, tokens) for label, tokens in readme.longest().items()]
+    assert said.startswith("*Predicted; the stars are measured (MADE UP GPU, 2000-01-01): one training step")
+    said = " ".join(readme.paragraph(results).split())
+    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01: ") and "ran on 819,200 tokens** (2 of 32" in said
+    every = [longest_row(label, tokens) for label, tokens in readme.longest().items() if label in readme.MEASURED_BY]
     made_up(results, "long", "quick", model_step=every)
     copied(tmp_path)
     pages.write(tmp_path, results)
     text = (tmp_path / "README.md").read_text()
-    assert "Nothing has run on a GPU" not in text and "are predicted" not in text and len(text.encode()) < 8192
+    assert "Nothing has run on a GPU" not in text and "819,200" not in text
     assert WHERE in (tmp_path / readme.PICTURE).read_text()
     assert "| seqtile_head_groups_offload_lora |" in (tmp_path / "docs" / "benchmarks.md").read_text()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tomllib
 import typer
+from dev import sizes
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
@@ -193,5 +194,7 @@ def test_quoted_messages_are_raised() -> None:
     assert not [each for each in quoted if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", messages)]
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_bytes()) < 8192
+def test_lengths() -> None:
+    """README is read in three minutes, the book in an afternoon."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+    assert len(sizes.book()) <= 25 and sum(sizes.book().values()) <= 25_000

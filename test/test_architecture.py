@@ -140,6 +140,12 @@ def test_arrows() -> None:
                 assert subpackage in FOREIGN.get(package, set()), f"{file} imports {name}"
 
 
+def test_the_page_names_every_subpackage() -> None:
+    page = (SOURCE.parents[1] / "docs" / "layout.md").read_text()
+    named = {line.split()[0].removesuffix("/") for line in page.splitlines() if line.startswith("  ")}
+    assert named == SUBPACKAGES.keys()
+
+
 def test_a_plan_answers_without_torch() -> None:
     """In memory, only these two files need torch; the other files do not import them."""
     slow = {"measure.py", "simulate.py"}

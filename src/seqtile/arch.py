@@ -1,7 +1,7 @@
 """The table of architectures that can be planned. One entry each; a field is added only when a real one needs it.
 
 What is tiled of a model is found in its code, see models/find.py; what is planned of it without its code is here, and
-the tests, which run over the table, say whether an entry is true. docs/model-parts.md has the steps. Reading it
+the tests, which run over the table, say whether an entry is true. CONTRIBUTING.md has the steps. Reading it
 imports neither torch nor transformers.
 """
 

@@ -28,12 +28,10 @@ QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md"
 SCRIPTS = (".py", ".sh")
 FRAGMENTS = {
     "attention",
-    "cut-batches",
     "evaluation",
     "layers",
     "losses",
     "models",
-    "offload",
     "planning",
     "quickstart",
 }
@@ -170,7 +168,9 @@ def test_links(page: Path) -> None:
         path = (page.parent / file).resolve() if file else page
         assert path.exists(), f"{target} leads nowhere"
         if anchor and path.suffix == ".md":
-            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+            included = re.findall(r"^```{include} (\S+)$", path.read_text(), re.M)
+            texts = [file.read_text() for file in (path, *(path.parent / name for name in included))]
+            headings = [heading for text in texts for heading in re.findall(r"^#+ (.+)$", text, re.M)]
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, f"{target}: no such heading"
 

@@ -49,7 +49,7 @@ def table(results: dict[str, list[Finding] | str], shared: dict[str, str], varle
         f"{sum(one == 'yes' for one in shared.values())}, and attention without masks by "
         f"{sum(one in ('yes', 'with masks') for one in varlen.values())}.",
         "",
-        "| model type | loss | MLP | experts | whole layers | head groups | shared prefixes | varlen |",
+        "| model type | loss | MLP | experts | whole layers | head chunks | shared prefixes | varlen |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *(row(model_type, found, shared[model_type], varlen[model_type]) for model_type, found in built.items()),
         "",

@@ -36,7 +36,7 @@ from support.type_table import config_of, found_in, row, sharing_of, varlen_of
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 COUNTS = (
     r"Of (\d+) types in transformers .*, (\d+) can be built small .* for the loss of (\d+), the MLPs or experts of "
-    r"(\d+), the whole layers of (\d+), and of (\d+) by groups"
+    r"(\d+), the whole layers of (\d+), and of (\d+) in head chunks"
 )
 OF_ANOTHER = f"transformers {transformers.__version__}," not in PAGE
 documented = pytest.mark.skipif(OF_ANOTHER, reason="the page is of another transformers")

@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
 
 REMEDY = (
     "remove it; or, if it treats each token by itself, and keeps and counts nothing, declare it with seqtile.tokenwise "
-    "(docs/plugged-in.md)"
+    "(docs/compatibility.md)"
 )
 
 

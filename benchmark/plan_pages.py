@@ -17,7 +17,7 @@ from seqtile.fitting import choose, formula_of
 from seqtile.memory.setup import GIB
 
 PLANNING, BACKGROUND = "docs/planning.md", "docs/predictions.md"
-QUANTISED, CASES = "docs/quantised-bases.md", "docs/your-case.md"
+QUANTISED, CASES = "docs/adapters.md", "docs/your-case.md"
 PAGES = {  # the block of each page
     "longest of each line": "README.md",
     "output of the command": PLANNING,

@@ -85,7 +85,7 @@ def test_the_range_of_trl() -> None:
     assert finetune.specifier == SpecifierSet(TRL) and oldest.name == "trl"
     assert bounds[">="] == first and bounds["<"] == Version(f"{newest.major}.{newest.minor + 1}")
     said = f"TRL {first.major}.{first.minor} to {newest.major}.{newest.minor}"
-    for page in ("trl", "compatibility"):
+    for page in ("trainers", "compatibility"):
         assert said in (ROOT / "docs" / f"{page}.md").read_text(), page
 
 

@@ -35,6 +35,7 @@ from seqtile.ops.linear import Projection, QuantizedWeight
 _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}  # by their names in `gated_mlp`
 _DEEPSPEEDS = "deepspeed.runtime.zero.linear.zero3_linear_wrap"  # replaces torch's under ZeRO-3
 PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._Orthogonal)  # keep and count nothing
+WITH_DROPOUT = "has a LoRA adapter with dropout"
 _SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # compilers know it by identity only
 
 
@@ -261,7 +262,7 @@ def _adapted(base: LoraLinear, module: Any, name: str) -> LoraLinear | str:
     if not isinstance(scale, int | float):
         return f"has a LoRA adapter whose scaling is a {named(type(scale))}"
     if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
-        return f"has a LoRA adapter with dropout {dropout.p}"
+        return f"{WITH_DROPOUT} {dropout.p}"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
     if (reason := module_unfused_reason(dropout)) is not None:

@@ -25,6 +25,7 @@ from seqtile.models.forward.norm import norm_unfused_reason, read_norm
 from seqtile.models.known import unknown_in
 from seqtile.models.placement import Options, computed_forward, original_forward
 from seqtile.models.read import (
+    WITH_DROPOUT,
     call_unfused_reason,
     check_untransformed,
     linears_of,
@@ -301,7 +302,8 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
     """Raises ValueError if attention cannot be computed in the requested head chunks."""
     if verdict.how == "chunked":
         reads = "attention in head chunks reads its weights"
-        raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
+        other = "set lora_dropout=0, or " if WITH_DROPOUT in str(verdict.reason) else ""
+        raise ValueError(f"{reads}, and {verdict.reason}; {other}apply head_groups=None")
     groups_of(layer.self_attn, options.head_groups)
 
 

@@ -24,7 +24,7 @@ from seqtile.recipes.options import Parser
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
-QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md", "your-case.md")]
+QUICK = [page.name for page in PAGES if page.name not in ("trainers.md", "your-case.md")]
 SCRIPTS = (".py", ".sh")
 FRAGMENTS = {
     "attention",
@@ -35,7 +35,7 @@ FRAGMENTS = {
     "planning",
     "quickstart",
 }
-FRAGMENTS |= {"sequence-parallelism", "several-nodes", "trainer", "troubleshooting", "your-case"}
+FRAGMENTS |= {"sequence-parallelism", "several-nodes", "trainers", "troubleshooting", "your-case"}
 """Pages with blocks that readers put into their own scripts."""
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # languages that cannot be run
 

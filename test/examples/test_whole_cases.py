@@ -177,6 +177,7 @@ def as_untiled(name: str, output: str, model: str, data: str, **options: float |
     return found[True]
 
 
+@pytest.mark.full("5 s; test_gpt_oss trains over experts too")
 def test_mixture_of_experts() -> None:
     """Trains as untiled; adapters and merged model are saved."""
     with_tokenizer(Path("base"))
@@ -210,6 +211,7 @@ def test_gpt_oss() -> None:
     assert_merged("base", "runs/gpt_oss")
 
 
+@pytest.mark.full("4 s; test/sp and test/models train with images too")
 def test_images() -> None:
     """Trains as untiled on rows with one and two images; adapters and merged model are saved."""
     peft = pytest.importorskip("peft")

@@ -16,7 +16,7 @@ LENGTH = 8192  # tokens of a sequence
 [name] = sys.argv[1:] or ["HuggingFaceTB/SmolLM2-135M"]
 config = {
     "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "bf16": {"enabled": True},
     "gradient_clipping": 1.0,
 }
@@ -37,4 +37,6 @@ for step, ids in enumerate(sequences):  # the same on every rank of `ctx`, which
     engine.step()
     if ctx.rank == 0:
         print(f"step {step}: loss {loss:.4f}, gradient norm {engine.get_global_grad_norm():.4f}")
+engine.save_16bit_model("runs/deepspeed_sp")  # gathers the weights; every rank calls it
+model.config.save_pretrained("runs/deepspeed_sp")
 torch.distributed.destroy_process_group()

@@ -1,5 +1,5 @@
 """Trains all parameters on documents that eight GPUs share, with FSDP2 or ZeRO-3 as Accelerate's config says.
-Needs eight GPUs (Llama-3.1-8B: 80 GB each, predicted), `pip install accelerate datasets`, and documents as JSONL.
+Needs eight GPUs (8B parameters: 80 GB each, predicted), `pip install accelerate datasets`, and documents as JSONL.
 
 accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/eight_gpus.py [MODEL DOCUMENTS]"""
 
@@ -18,15 +18,15 @@ class SequenceParallelTrainer(sp.SequenceParallelTrainerMixin, Trainer):
     """Gives every GPU the same documents; one of TRL's trainers takes the mixin, too."""
 
 
-LENGTH = 131_072  # tokens of a document, at most; beyond the model's positions set config.rope_parameters
-name, documents = sys.argv[1:] or ["meta-llama/Llama-3.1-8B", "documents.jsonl"]
+LENGTH = 1_000_000  # tokens of a document, at most; this model was trained on 1,048,576 positions
+name, documents = sys.argv[1:] or ["gradientai/Llama-3-8B-Instruct-Gradient-1048k", "documents.jsonl"]
 arguments = TrainingArguments(  # before sp.initialize and the model: it starts torch.distributed, and reads the config
     output_dir="runs/eight_gpus",
     num_train_epochs=1,
     per_device_train_batch_size=1,  # one document for all eight
     gradient_checkpointing=True,
     bf16=True,
-    learning_rate=1e-5,
+    learning_rate=1e-5,  # usual for all parameters
     lr_scheduler_type="cosine",
     warmup_steps=0.05,  # of all steps
     logging_steps=1,
@@ -52,7 +52,7 @@ trainer = SequenceParallelTrainer(
     train_dataset=rows,
     processing_class=tokenizer,  # is saved with the model
     data_collator=default_data_collator,  # one document a batch: nothing is padded
-    callbacks=[SeqtileCallback(layer=True)],
+    callbacks=[SeqtileCallback(layer=True, offload=True)],  # layer inputs wait in host memory
     sequence_parallel=ctx,
 )
 trainer.train()

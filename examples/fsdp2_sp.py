@@ -8,6 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,4 +38,7 @@ for step, batch in enumerate(DataLoader(sequences, sampler=sampler)):  # the sam
     optimizer.zero_grad()
     if ctx.rank == 0:
         print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
+whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))  # on every rank
+if dist.get_rank() == 0:
+    model.save_pretrained("runs/fsdp2_sp", state_dict=whole)  # loads without seqtile
 dist.destroy_process_group()

@@ -38,3 +38,4 @@ trainer = SequenceParallelGRPOTrainer(
     model, reward, arguments, dataset, processing_class=tokenizer, sequence_parallel=ctx
 )
 trainer.train()
+trainer.save_model("runs/grpo_sp/model")

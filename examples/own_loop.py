@@ -30,3 +30,4 @@ for step, ids in enumerate(sequences):
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
+model.save_pretrained("runs/own_loop")  # loads without seqtile

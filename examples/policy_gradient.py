@@ -36,3 +36,4 @@ for step in range(8):
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step}: reward {rewards.mean():.4f}")
+model.save_pretrained("runs/policy_gradient")  # loads without seqtile

@@ -31,3 +31,4 @@ for step, ids in enumerate(sequences):
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
+model.save_pretrained("runs/whole_layers")  # loads without seqtile

@@ -64,6 +64,34 @@ def test_each_is_short_and_says_how_to_run() -> None:
         assert re.fullmatch(rf"{start} examples/{file.stem}\.py \[[A-Z ]+\]", command)
 
 
+def test_each_that_trains_says_a_rate_and_saves() -> None:
+    """Those with adapters also merge them."""
+    files = {file.stem: file.read_text() for file in EXAMPLES.glob("*.py")}
+    trained = {name: text for name, text in files.items() if "train()" in text}
+    assert len(trained) > 10 and files.keys() - trained.keys() == {"plan", "tiled_module"}
+    for name, text in trained.items():
+        assert re.search(r"\b(lr|learning_rate)=\d", text) and re.search(
+            r"save_(model|pretrained|16bit_model)\(", text
+        ), name
+        assert "LoraConfig" not in text or re.search(r"merge_and_unload\(\).*\n.*save_pretrained", text), name
+
+
+def test_the_page_of_cases_shows_what_the_examples_do() -> None:
+    """Each case's callback stands in its example, as do the rate of the table, and directories that the page names."""
+    page = (ROOT / "docs" / "your-case.md").read_text()
+    rates = dict(re.findall(r"\| `examples/(\w+)\.py` \|[^|]*\| (\S+) \|", page))
+    assert len(rates) == 7
+    for section in page.split("\n## ")[1:]:
+        if found := re.search(r"examples/(\w+)\.py", section):
+            text = (EXAMPLES / f"{found[1]}.py").read_text()
+            (callback,) = re.findall(r"callbacks = (\[.*\])", section)
+            assert f"callbacks={callback}" in text, (found[1], callback)
+            assert f"learning_rate={rates.pop(found[1])}," in text, found[1]
+            for directory in re.findall(r"runs/\w+/\w+", section):
+                assert f'"{directory}"' in text, directory
+    assert not rates
+
+
 def test_pages_name_examples_that_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     named = re.findall(r"(?<![\w/])examples/(\w+\.py|accelerate/\w+\.yaml)", "".join(p.read_text() for p in pages))
@@ -80,6 +108,13 @@ def same_figures(ours: Figures, theirs: Figures) -> None:
     assert ours[-1][0] < ours[1][0] and ours[-2][0] < ours[0][0], ours
 
 
+def assert_saved(output: str, start: str) -> None:
+    """All weights of a model are there, and they are others than at the start."""
+    saved, found = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    before = AutoModelForCausalLM.from_pretrained(start)
+    assert not any(found.values()) and not saved.lm_head.weight.equal(before.lm_head.weight)
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["own_loop", "whole_layers"])
 def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +129,7 @@ def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch
     for (before, gradient), (same, mine) in zip(first[False], first[True], strict=True):
         assert same.equal(before), "the first step begins with the same weights"
         assert gradient.norm() == mine.norm() == 0 or relative_error(mine, gradient) <= 10 * IN_BFLOAT16
+    assert_saved(f"runs/{name}", directory)
     status = found[True]["status"]
     assert found[False]["status"].mlp.tiled == 0
     assert (status.loss.tiled, status.mlp.tiled, status.mlp.chunk_tokens) == (1, 2, (50,))
@@ -124,6 +160,7 @@ def test_policy_gradient(directory: str) -> None:
     with updates() as seen:
         names = run("policy_gradient", directory, GROUP=8, LENGTH=24)
     assert len(seen) == 8 == names["printed"].count("reward")
+    assert_saved("runs/policy_gradient", directory)
     untiled = AutoModelForCausalLM.from_pretrained(directory).train()
     with torch.no_grad():
         for parameter, (before, _) in zip(untiled.parameters(), seen[-1], strict=True):
@@ -169,6 +206,7 @@ def test_ranks_train_as_one_untiled_process_does(name: str, directory: str) -> N
     theirs, ours = found
     same_figures(ours["figures"], theirs["figures"])
     assert (theirs["mlps"], theirs["ranks"], ours["mlps"], ours["ranks"]) == (0, 1, 2, 2)
+    assert_saved(f"runs/{name}", directory)
 
 
 @pytest.mark.full("5 s; test/sp trains by GRPO over ranks too")
@@ -179,3 +217,4 @@ def test_grpo_over_ranks(directory: str) -> None:
     with Pool(2, "own") as pool:
         (mine, rewards), (others, _) = pool.run(trained_by_grpo, directory)
     assert mine == others and len(rewards) == 6 and max(rewards) > 0
+    assert_saved("runs/grpo_sp/model", directory)

@@ -97,6 +97,7 @@ def test_a_file_of_options() -> None:
     assert code == 0 and len(losses(said)) == 4, said
     report = Path("runs/qlora/report.json").read_text()
     assert "2 of 2 fused, attention in 2 head chunks" in report, report
+    AutoModelForCausalLM.from_pretrained("runs/qlora/merged")
     config = json.loads(Path("runs/qlora/model/adapter_config.json").read_text())
     assert any(name.endswith("down_proj") for name in config["target_modules"])
 

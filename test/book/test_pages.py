@@ -24,7 +24,7 @@ from seqtile.recipes.options import Parser
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
-QUICK = [page.name for page in PAGES if page.name not in ("trainers.md", "your-case.md")]
+QUICK = [page.name for page in PAGES if page.name != "trainers.md"]
 SCRIPTS = (".py", ".sh")
 FRAGMENTS = {
     "attention",

@@ -15,7 +15,7 @@ PAGES = {  # the page of each block
     "so far": "README.md",
     "gpu": "docs/benchmarks.md",
     "loss curves": "docs/benchmarks.md",
-    "ulysses": "docs/ulysses.md",
+    "ulysses": "docs/several-gpus.md",
 }
 UNMEASURED = "Not yet measured on a GPU."
 SHAPE = "llama3_8b"

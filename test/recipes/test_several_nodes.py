@@ -1,4 +1,4 @@
-"""`seqtile finetune` as on two nodes, by the lines of docs/several-nodes.md: two torchruns on one machine, of which one
+"""`seqtile finetune` as on two nodes, by the lines of docs/several-gpus.md: two torchruns on one machine, of which one
 is killed; and the file for Slurm, with stand-ins for its commands."""
 
 import os
@@ -18,7 +18,7 @@ from support.assertions import relative_error
 SCRIPT, ROOT = Path(__file__).parent / "one_of_nodes.py", Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, (ROOT / "src", ROOT / "test", ROOT, os.environ.get("PYTHONPATH", ""))))
 TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
-PAGE = (ROOT / "docs" / "several-nodes.md").read_text()
+PAGE = (ROOT / "docs" / "several-gpus.md").read_text()
 [LINE] = re.findall(r"```bash\n(torchrun .*)\n```", PAGE)
 [SLURM] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE, re.DOTALL)
 ON_BOTH = 'for node in 1 2; do "$@" & started="$started $!"; done'

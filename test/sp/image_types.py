@@ -1,5 +1,5 @@
 """Tests each type of image model on 1, 2 and 4 ranks. `python -m sp.image_types` in test/ prints the table in
-docs/sequence-parallelism.md."""
+docs/several-gpus.md."""
 
 from sp.images import MODELS, VIDEOS, is_right
 from support.pool import Pool
@@ -14,7 +14,7 @@ RANKS = (1, 2, 4)
 
 
 def table() -> str:
-    """Runs a step of every type, and returns the table as in docs/sequence-parallelism.md."""
+    """Runs a step of every type, and returns the table as in docs/several-gpus.md."""
     found: dict[tuple[str, int], tuple[bool, bool]] = {}
     for ranks in RANKS:
         with Pool(ranks) as pool:

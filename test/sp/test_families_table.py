@@ -10,18 +10,18 @@ from sp.images import DEALT, MODELS
 from sp.recurrences import FAMILIES
 from sp.steps import NOT_SPREAD
 
-PAGE = Path(__file__).parents[2] / "docs" / "sequence-parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "several-gpus.md"
 
 
 def section(heading: str) -> tuple[str, list[str]]:
     """Returns its text, and the model types in the first column of its table."""
-    text = PAGE.read_text().partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    text = re.split(r"\n##+ ", PAGE.read_text().partition(f"\n### {heading}")[2])[0]
     rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     return text, sorted(name for row in rows for name in re.findall(r"`(\w+)`", row))
 
 
 def test_families() -> None:
-    """docs/sequence-parallelism.md lists the tested families and the refused ones."""
+    """docs/several-gpus.md lists the tested families and the refused ones."""
     text, listed = section("Recurrences")
     assert listed == sorted({model_type for model_type, _ in FAMILIES.values()})
     refused = re.findall(r"`(\w+)`", text.partition("Refused, by the class's name:")[2])

@@ -35,7 +35,7 @@ FRAGMENTS = {
     "planning",
     "quickstart",
 }
-FRAGMENTS |= {"sequence-parallelism", "several-nodes", "trainers", "troubleshooting", "your-case"}
+FRAGMENTS |= {"several-gpus", "trainers", "troubleshooting", "your-case"}
 """Pages with blocks that readers put into their own scripts."""
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # languages that cannot be run
 

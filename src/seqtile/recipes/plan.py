@@ -396,10 +396,8 @@ def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table
     said = planned.attention if "attention" not in named else "as below"
     title = f"Longest sequence, predicted, every layer checkpointed; {planned.rows} rows, attention: {said}"
     table = Table(*columns, title=title)
-    table.caption = (
-        "loss, MLP, layer: tiled; groups: head chunks; share: GPUs per sequence; host: layer inputs offloaded;"
-    )
-    table.caption += " Liger: its norms."
+    table.caption = "loss, MLP, layer: tiled; groups: head chunks; share: GPUs per sequence;\n"
+    table.caption += "host: layer inputs offloaded; Liger: its norms."
     fitting = [row for row in lengths if row[1].tokens]
     if len(fitting) < len(lengths):
         table.caption += f"\nNothing fits in the {len(lengths) - len(fitting)} setups that are left out."

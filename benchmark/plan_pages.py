@@ -161,8 +161,8 @@ def whole_layers() -> str:
     shared = longest(LLAMA, **alst(8), **with_room(80), tiles=memory.TILES, batches="whole")
     about = (
         "On 8 GPUs of 80 GiB that share the sequence, a fifth of each left free, with layers tiled as a whole, "
-        f"optimizer and layer inputs on the host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads "
-        "leave none to make groups of."
+        f"optimizer and layer inputs on the host, the prediction for Llama-3.1-8B is {shared} tokens. Each GPU then "
+        "has one kv head, too few for head chunks."
     )
     return f"{table(rows)}\n\n{fill(about, 130)}"
 

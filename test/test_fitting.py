@@ -86,7 +86,7 @@ def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:
     """On a machine without a GPU, for another machine's GPU."""
     model, given = on_meta(LLAMA_8B), {"seq_len": 400_000, "gpu_memory_gib": 160, "host_memory_gib": 1900}
     found = seqtile.fit(model, **given | {"gpu_memory_gib": 200}, dry_run=True)
-    assert capsys.readouterr().out == f"{found}\n" and found.offload
+    assert capsys.readouterr().out == f"{found}\n" and found.offload and str(found).count("predicted") == 1
     told = {"attention": "sdpa", "tiles": memory.TILES, "offload": "activations"}  # as Hugging Face loads the model
     assert found.plan == memory.plan(LLAMA_8B, **given, **told)
     assert not is_checkpointed(model) and seqtile.status(model).mlp.tiled == 0

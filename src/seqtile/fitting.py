@@ -200,7 +200,7 @@ def choose(
         host: False to leave layer inputs where they are.
         without: features that are not to be turned on.
     """
-    lines, tried, step = [f"seqtile.fit, for {seq_len:,} tokens:"], [], None
+    lines, tried, step = [f"seqtile.fit, for {seq_len:,} tokens, predicted:"], [], None
     offered = [name for name, feature in FEATURES.items() if feature.words and name not in without]
     for name, setup, refusal in predictor.turned_on(base, offered, host):
         words, cost = FEATURES[name].words, FEATURES[name].cost

@@ -18,7 +18,7 @@ ROWS = {
     ("layer of Hugging Face", "131,072"): "decoder_layer llama3_8b-131072 huggingface",
     ("layer, MLP tiled", "131,072"): "decoder_layer llama3_8b-131072 seqtile",
     ("layer, all tiled", "131,072"): "decoder_layer llama3_8b-131072 seqtile_layer",
-    ("layer, all tiled, groups", "131,072"): "decoder_layer llama3_8b-131072 seqtile_head_groups",
+    ("layer, all tiled, head chunks", "131,072"): "decoder_layer llama3_8b-131072 seqtile_head_groups",
 }
 
 
@@ -50,7 +50,7 @@ def test_predictions_and_their_table() -> None:
     assert ratio["loss", "4,096"] <= 1.08
     assert ratio["loss", "131,072"] <= 1.075
     assert ratio["MLP", "131,072"] <= 1.0605
-    layer, groups = (found[ROWS[name, "131,072"]] for name in ("layer, all tiled", "layer, all tiled, groups"))
+    layer, groups = (found[ROWS[name, "131,072"]] for name in ("layer, all tiled", "layer, all tiled, head chunks"))
     assert groups.seconds() <= 1.082 * layer.seconds()
     for (step, tokens), name in ROWS.items():
         row = re.search(rf"^\| {step} +\| +{tokens} \| +([\d.]+) \| +([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.M)

@@ -89,6 +89,17 @@ def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Longest sequence, predicted by a simulation" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_length_beside_simulated_ones(capsys: pytest.CaptureFixture) -> None:
+    """The row that it needs is marked; whether it fits, and whether that takes seqtile, is said."""
+    lengths = {"nothing": 5000, "loss": 5000, "loss, MLP": 7000}
+    not_needed, no_room = "seqtile is not needed: 4,000 tokens are predicted", "This is predicted not to fit"
+    for seq_len, marked in ((None, None), (4000, "nothing"), (6000, "loss, MLP"), (8000, None)):
+        print_forecast(PlanResult("it", 80, [], lengths, seq_len=seq_len), Console())
+        text = capsys.readouterr().out
+        assert [tiled for tiled in lengths if f"│ {tiled:9} │ * " in text] == [marked] * (marked is not None)
+        assert (not_needed in text) == (seq_len == 4000) and (no_room in text) == (seq_len == 8000)
+
+
 def test_states_along_the_sequence(tmp_path: Path) -> None:
     CONFIG_MAPPING["jamba"]().save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["plan", str(tmp_path)])

@@ -52,6 +52,25 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
     assert "apply_seqtile" not in text and "gradient_checkpointing_enable" in text
 
 
+def test_it_says_that_it_predicts_and_where_seqtile_is_not_needed(tmp_path: Path) -> None:
+    tiny, needless = config_file(tmp_path, "llama"), "\nseqtile is not needed: {:,} tokens are predicted to fit without"
+    for model, options, needed in (
+        (tiny, ("--seq-len", "4000"), False),
+        (tiny, ("--seq-len", "4000", "--layer"), True),
+        (tiny, ("--seq-len", "4000", "--gpus", "2", "--sequence-parallel", "2"), True),
+        (tiny, ("--seq-len", "4000", "--only", "host"), True),
+        (tiny, ("--seq-len", "4000", "--attention", "varlen"), True),
+        (tiny, (), True),
+        (LLAMA, ("--lora-rank", "8", "--seq-len", "4000"), False),
+        (LLAMA, ("--lora-rank", "8", "--seq-len", "90000"), True),
+    ):
+        text = said(model, *options)
+        assert "* A step of 1 x " in text and "at its predicted peak" in text and "Longest sequence, predicted" in text
+        assert len(re.findall(r"│ +\* [\d,]+ │", text)) == 1 and (needless.format(4000) in text) != needed, options
+    assert "predicted not to fit" in said(LLAMA, "--seq-len", "4000", exit_code=1)
+    assert json.loads(said(LLAMA, "--json"))["predicted"] is True
+
+
 def test_layers_tiled_as_a_whole() -> None:
     """Planned if nothing else reaches the length, or if requested."""
     options = ("--offload", "optimizer", "--offload", "weights")

@@ -92,6 +92,8 @@ class PlanResult:
     """If the plan does not fit: further options, and the longest sequence with each."""
     network: float | None = None
     """GB/s that a node receives from others, if that was given."""
+    seq_len: int | None = None
+    """The length that was asked for."""
 
     def fits(self, seq_len: int) -> bool:
         """Returns whether a sequence of `seq_len` tokens fits."""
@@ -124,7 +126,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
         notes.insert(0, f"{error}, so it is only simulated")
-        return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated)
+        return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated, seq_len=asked.seq_len)
     formula, in_groups = Formula(shape), setup["head_groups"] is not None
     if asked.layer or in_groups:  # raises if this model cannot have them
         whole = setup_of(setup | {"tiles": TILES})
@@ -148,7 +150,9 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
     notes = [*shape.notes, *_notes(step), *more]
     fitting = (to_turn_on(step, asked.model), {}) if step.fits else ([], remedies(lengths, step))
-    return PlanResult(asked.model, asked.gpu_memory_gib, notes, simulated, lengths, step, *fitting, asked.network)
+    return PlanResult(
+        asked.model, asked.gpu_memory_gib, notes, simulated, lengths, step, *fitting, asked.network, asked.seq_len
+    )
 
 
 def _notes(step: Plan) -> list[str]:
@@ -279,7 +283,8 @@ def to_turn_on(plan: Plan, model: str = "...") -> list[str]:
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
     """Returns the forecast for `--json`; sizes in GiB."""
-    values = {name: getattr(forecast, name) for name in ("model", "notes", "turn_on", "remedies", "simulated")}
+    names = ("model", "notes", "turn_on", "remedies", "simulated")
+    values = {"predicted": True} | {name: getattr(forecast, name) for name in names}
     if (plan := forecast.plan) is not None:
         values["parameters"] = plan.shape.parameters
         values["longest"] = [features(setup) | asdict(longest) for setup, longest in forecast.lengths]
@@ -318,7 +323,7 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
     fit."""
     plan, shown = forecast.plan, [title_of(forecast), *(f"note: {note}" for note in forecast.notes)]
     if forecast.simulated:
-        shown.append(simulated_table(forecast.simulated))
+        shown.append(simulated_table(forecast.simulated, None if plan else forecast.seq_len))
     if plan is not None and any(longest.tokens for _, longest in forecast.lengths):
         shown += [lengths_table(forecast.lengths, plan.setup), parts_table(plan)]
     if plan is not None and plan.network is not None:
@@ -328,11 +333,27 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         why = "all GPUs are on one node" if one else "nodes have unequal numbers of the GPUs that share a sequence"
         shown.append(f"No bytes across nodes are counted: {why}.")
     if plan is not None and plan.fits:
+        shown += [] if needs_seqtile(plan.setup) else [not_needed(plan.seq_len)]
         shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
     elif plan is not None:
         shown.append(f"This is predicted not to fit in {plan.bound}.")
         shown += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
+    elif (seq_len := forecast.seq_len) is not None:
+        if not forecast.fits(seq_len):
+            shown.append("This is predicted not to fit in GPU memory.")
+        elif forecast.simulated.get("nothing", 0) >= seq_len:
+            shown.append(not_needed(seq_len))
     console.print(*shown, sep="\n")
+
+
+def needs_seqtile(setup: Setup) -> bool:
+    """Returns whether a setup has any feature of seqtile."""
+    moved = "activations" in setup.offload or setup.sequence_parallel > 1
+    return bool(setup.tiles or setup.attention == "varlen" or setup.shared_tokens or moved)
+
+
+def not_needed(tokens: int) -> str:
+    return f"seqtile is not needed: {tokens:,} tokens are predicted to fit without it, with every layer checkpointed."
 
 
 def title_of(forecast: PlanResult) -> str:
@@ -355,12 +376,15 @@ def across_nodes(plan: Plan, rate: float | None) -> str:
     return f"{text}. This is arithmetic, not measured."
 
 
-def simulated_table(lengths: dict[str, int]) -> Table:
+def simulated_table(lengths: dict[str, int], seq_len: int | None = None) -> Table:
+    """The row that `seq_len` tokens need is marked."""
+    first = next((tiled for tiled, tokens in lengths.items() if seq_len is not None and tokens >= seq_len), None)
     columns = ("tiled", Column("tokens", justify="right", no_wrap=True))
     table = Table(*columns, title="Longest sequence, predicted by a simulation")
     table.caption = "On one GPU, every layer checkpointed, FlashAttention."
+    table.caption += "" if first is None else f" *: enough for {seq_len:,} tokens."
     for tiled, tokens in lengths.items():
-        table.add_row(tiled, f"{tokens:,}")
+        table.add_row(tiled, f"{'* ' if tiled == first else ''}{tokens:,}")
     return table
 
 
@@ -372,8 +396,8 @@ def lengths_table(lengths: list[tuple[Setup, Longest]], planned: Setup) -> Table
     said = planned.attention if "attention" not in named else "as below"
     title = f"Longest sequence, predicted, every layer checkpointed; {planned.rows} rows, attention: {said}"
     table = Table(*columns, title=title)
-    table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"
-    table.caption += " Liger: its norms."
+    table.caption = "loss, MLP, layer: tiled; groups: head chunks; share: GPUs per sequence;\n"
+    table.caption += "host: layer inputs offloaded; Liger: its norms."
     fitting = [row for row in lengths if row[1].tokens]
     if len(fitting) < len(lengths):
         table.caption += f"\nNothing fits in the {len(lengths) - len(fitting)} setups that are left out."

@@ -119,7 +119,7 @@ def over_prediction(title: str, rows: list[Row]) -> str:
             return ""
         return f"{row['both_ms']:,.1f} / {row['predicted_ms']:,.1f} = {row['both_ms'] / row['predicted_ms']:.2f}"
 
-    about = f"{title}: milliseconds measured / [predicted](#predicted-not-measured), attention at the rate of products"
+    about = f"{title}: milliseconds measured / [predicted](#predicted-not-measured), attention at the rate of matmuls"
     return by_length(about, [row for row in rows if "predicted_ms" in row], cell)
 
 
@@ -142,7 +142,7 @@ def longest_sequences(rows: list[Row]) -> str:
         "what it says of the peak at the measured length. What is in host "
         "memory is of the layers; of their weights and gradients the GPU then holds two layers', as if they were "
         "copied while others are computed, and these copies are not made. tokens/s are those of all layers at the "
-        "utilisation (the model's FLOPs over the rate of products); GiB there are what all layers would need."
+        "utilisation (the model's FLOPs over the rate of matmuls); GiB there are what all layers would need."
     )
     return f"{report.table_of(rows_of_page, (title, *LONGEST), words=2, aligned=False)}\n\n{about}"
 

@@ -4,13 +4,13 @@
 
 Every operation of a step at full size is counted, on tensors without data, and priced: a matmul by its FLOP,
 whatever else by the bytes that it reads and writes. Of a float32 sum that half-precision products are added to, half of
-the traffic is taken to be hidden behind them. The core of attention is left out. The floor is the products alone.
+the traffic is taken to be hidden behind them. The core of attention is left out. The floor is the matmuls alone.
 
 Last comes a training step of a whole model on one prompt and its completions, with `seqtile.share_prefixes` and
-without; of attention's core its products alone, in a line of their own.
+without; of attention's core its matmuls alone, in a line of their own.
 
 `make table` puts predictions beside measured times: `predicted_ms` in the rows of a result file, at the rates of
-products and copies that the same run reached. There the core of attention counts at the rate of products. No kernel of
+products and copies that the same run reached. There the core of attention counts at the rate of matmuls. No kernel of
 attention reaches it, so a layer's prediction is too short, the more the longer the sequence.
 """
 
@@ -299,8 +299,8 @@ def main() -> None:
     parser.add_argument("--operations", action="store_true", help="what each step is made of, too")
     chosen = parser.parse_args()
     rates = Rates(chosen.tflops * 1e12, chosen.tbs * 1e12)
-    print(f"predicted, not measured: products at {chosen.tflops:g} TFLOP/s, {chosen.tbs:g} TB/s; no core of attention")
-    print(f"{'':60}{'predicted ms':>14}{'products ms':>13}{'ratio':>8}")
+    print(f"predicted, not measured: matmuls at {chosen.tflops:g} TFLOP/s, {chosen.tbs:g} TB/s; no core of attention")
+    print(f"{'':60}{'predicted ms':>14}{'matmuls ms':>13}{'ratio':>8}")
     for name, operands, contestant in steps(chosen.size):
         prediction = predict(operands, contestant)
         seconds, floor = prediction.seconds(rates), prediction.floor(rates)

@@ -192,7 +192,7 @@ def print_tables(results: Results) -> None:
             continue
         print({"model_step": longest_sequences, "ulysses": ulysses}.get(name, comparison)(rows))
         rates = figure(subject.matmul_tflops, ",.1f"), figure(subject.copy_gbs, ",.0f")
-        print(f"{subject.seconds:.0f} s; at most {rates[0]} TFLOP/s in products, {rates[1]} GB/s in copies")
+        print(f"{subject.seconds:.0f} s; at most {rates[0]} TFLOP/s in matmuls, {rates[1]} GB/s in copies")
         for reason in reasons(rows):
             print(reason)
     if limit := results.memory_limit_gb:

@@ -30,7 +30,8 @@ from seqtile.limits import installed
 from seqtile.probe import PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
 from seqtile.recipes import CheckOptions, EvaluateOptions, check_trl
-from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
+from seqtile.recipes.plan import PlanOptions, forecast
+from seqtile.recipes.plan_output import figures, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
 SDPA = ("flash", "mem_efficient", "math", "cudnn")  # torch's switches of what sdpa may use

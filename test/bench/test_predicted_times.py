@@ -44,7 +44,7 @@ def test_prices() -> None:
 
 @pytest.mark.full("5 s of a page of predictions")
 def test_predictions_and_their_table() -> None:
-    """The overhead over the products alone stays small, and docs/benchmarks.md shows the predictions."""
+    """The overhead over the matmuls alone stays small, and docs/benchmarks.md shows the predictions."""
     found = {name: predict(*given) for name, *given in steps("first") if name in ROWS.values()}
     ratio = {key: found[name].seconds() / found[name].floor() for key, name in ROWS.items()}
     assert ratio["loss", "4,096"] <= 1.08

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import tomllib
 import typer
-from dev import sizes
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
@@ -192,9 +191,3 @@ def test_quoted_messages_are_raised() -> None:
     quoted = {*explained, *re.findall(r"`([^`\n]*…[^`\n]+)`", text)}
     assert len(explained) >= 20
     assert not [each for each in quoted if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", messages)]
-
-
-def test_lengths() -> None:
-    """README is read in three minutes, the book in an afternoon."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
-    assert len(sizes.book()) <= 25 and sum(sizes.book().values()) <= 25_000

@@ -14,7 +14,8 @@ from seqtile.memory import FEATURES, Setup, simulate
 from seqtile.memory.setup import GIB
 from seqtile.memory.simulate import Simulation
 from seqtile.models.model_types import model_classes
-from seqtile.recipes.plan import PlanResult, print_forecast
+from seqtile.recipes.plan import PlanResult
+from seqtile.recipes.plan_output import print_forecast
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,12 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from seqtile.integrations.prefixes import share_prefixes_of, trainer_of
-from seqtile.models.apply import apply_seqtile, unwrapped
+from seqtile.models.apply import apply_seqtile
 from seqtile.models.functions import package_of
 from seqtile.models.placement import inwards
 from seqtile.models.status import status
 from seqtile.offload import enable as enable_offload
+from seqtile.unwrapped import unwrapped
 
 logger = logging.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from seqtile.attention.layout import VARLEN
 from seqtile.limits import flash_limit
-from seqtile.models.apply import parts_applied_to, refused_of, unwrapped
+from seqtile.models.apply import parts_applied_to, refused_of
 from seqtile.models.find import head_of, is_checkpointed
 from seqtile.models.forward.layer import groups_of
 from seqtile.models.forward.mlp import sparsity_of
@@ -22,6 +22,7 @@ from seqtile.models.varlen import attention_of, is_varlen
 from seqtile.models.verdict import REMEDY
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.protocols import FIRST_STEP, SHARDED
+from seqtile.unwrapped import unwrapped
 
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,11 +15,15 @@ from seqtile.integrations.prefixes import share_prefixes_of, trainer_of
 from seqtile.models.apply import apply_seqtile
 from seqtile.models.functions import package_of
 from seqtile.models.placement import inwards
-from seqtile.models.status import status
+from seqtile.models.status import IN_EVALUATION, status
 from seqtile.offload import enable as enable_offload
 from seqtile.unwrapped import unwrapped
 
 logger = logging.get_logger(__name__)
+BOTH_OFFLOAD = (
+    "expected activation_offloading=False, got True: TRL would move to host memory what seqtile leaves on the GPU, "
+    "such as the last layer's input; leave one of the two out"
+)
 
 
 class SeqtileCallback(TrainerCallback):
@@ -31,11 +36,13 @@ class SeqtileCallback(TrainerCallback):
         share_prefixes: compute a prefix that rows of a batch share only once, such as the prompt of several
             completions, in the model and in the trainer's reference model, see `seqtile.share_prefixes`. A number is
             its `min_tokens`. TRL's shuffle then keeps the completions of one prompt together.
-        offload: keep the inputs of checkpointed layers in host memory, see `seqtile.offload.enable`.
+        offload: keep the inputs of checkpointed layers in host memory, see `seqtile.offload.enable`. Not together with
+            TRL's `activation_offloading`.
         options: those of `apply_seqtile`, such as layer=True. `loss` is False by default if the trainer computes the
             loss by a head of its own, as TRL's do; for these see `seqtile.integrations.trl`.
 
-    Raises what `apply_seqtile` raises, and ValueError if `share_prefixes` is refused, before anything is tiled.
+    Raises what `apply_seqtile` raises, and ValueError if `share_prefixes` is refused or TRL offloads too, before
+    anything is tiled.
     """
 
     def __init__(self, share_prefixes: bool | int = False, offload: bool = False, **options: Any):
@@ -43,6 +50,8 @@ class SeqtileCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Tiles `model`."""
+        if self.offload and getattr(args, "activation_offloading", False):
+            raise ValueError(f"SeqtileCallback(offload=True): {BOTH_OFFLOAD}")
         if self.share_prefixes:
             share_prefixes_of(trainer_of(), self.share_prefixes)
         model = unwrapped(extract_model_from_parallel(model))
@@ -54,6 +63,8 @@ class SeqtileCallback(TrainerCallback):
             enable_offload(model)  # after the trainer's own checkpointing, which it replaces
         if state.is_world_process_zero:
             tiled = status(model)
+            notes = tuple(note for note in tiled.notes if note != IN_EVALUATION)  # a step begins by model.train()
+            tiled = replace(tiled, notes=notes)
             logger.info(f"seqtile: {tiled}")
             for part in (tiled.loss, tiled.mlp, tiled.layer):
                 if part is not None and options.get(part.name, True) and part.tiled < part.total:

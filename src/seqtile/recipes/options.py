@@ -3,6 +3,7 @@
 import json
 from argparse import Action
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 from yaml import YAMLError
 
+from seqtile.integrations.trainer import BOTH_OFFLOAD
 from seqtile.memory.room import MARGIN
 from seqtile.memory.setup import expect
 from seqtile.recipes import DEFAULT_MODEL, TWO_TOKENS, in_brief, number_or_name, resolve_model
@@ -23,6 +25,7 @@ MAY_DIFFER = (
     *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank", "per_node"),
 )
 """How options begin in which a run that goes on where another was ended may differ from it."""
+SET_BY_TORCHRUN = "--local-rank"
 
 
 @dataclass
@@ -82,6 +85,7 @@ class OwnOptions:
             (self.merge and not model.use_peft, "--merge merges an adapter, but there is none; pass --use-peft too"),
             (in_bits and not model.use_peft, f"{in_bits}: what has few bits is not trained; pass --use-peft too"),
             (in_bits and not find_spec("bitsandbytes"), f"{in_bits} needs bitsandbytes: pip install bitsandbytes"),
+            (self.offload and training.activation_offloading, f"--offload: {BOTH_OFFLOAD}"),
             (on_cpu, "--offload moves what checkpointing keeps off a GPU, but the device is the CPU; leave it out"),
         ):
             if wrong:
@@ -201,7 +205,9 @@ def parsed(arguments: list[str]) -> FinetuneOptions:
     except (YAMLError, IndexError, OSError, UnicodeError) as error:
         raise ValueError(f"--config: expected a file of options in YAML ({in_brief(error)})") from error
     if unknown:
-        parser.error(f"there is no option {unknown[0]}")
+        known = [name for name in parser._option_string_actions if "_" not in name and name != SET_BY_TORCHRUN]
+        close = get_close_matches(unknown[0].replace("_", "-"), known, 1, cutoff=0.7)
+        parser.error(f"there is no option {unknown[0]}{f', did you mean {close[0]}?' if close else ''}")
     asked = FinetuneOptions(*options)
     own, training, model = asked.own, asked.training, asked.model
     own.data = own.data or parser.data

@@ -301,7 +301,8 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
     """Raises ValueError if attention cannot be computed in the requested head chunks."""
     if verdict.how == "chunked":
         reads = "attention in head chunks reads its weights"
-        raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
+        remedy = "pass lora_dropout=0 to LoraConfig, or " if "LoRA adapter with dropout" in verdict.reason else ""
+        raise ValueError(f"{reads}, and {verdict.reason}; {remedy}apply head_groups=None")
     groups_of(layer.self_attn, options.head_groups)
 
 

@@ -274,6 +274,7 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--test-split-size", 0.5), "--test-split-size sets rows aside to evaluate on; pass --eval-strategy"),
         (("--merge",), "--merge merges an adapter, but there is none; pass --use-peft too"),
         (("--load-in-4bit",), "--load-in-4bit: what has few bits is not trained; pass --use-peft too"),
+        (("--offload", "--activation-offloading"), "--offload: expected activation_offloading=False, got True"),
         (("--compare", "--resume"), "--compare does two whole runs"),
         (("--steps", 10**30), "--steps: expected at least 1 and less than 2**31, or none"),
         (("--seed", 10**30), "--seed: expected at least 0 and less than 2**32"),

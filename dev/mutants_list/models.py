@@ -16,6 +16,22 @@ TYPES = ("models/test_types.py",)
 
 MUTANTS = (
     Mutant(
+        "MLPs: a short batch behind a longer one is an alarm",
+        "tiled_mlp_forward",
+        "has_noted = _is_training(self)",
+        "pass",
+        ("models/test_outputs.py",),
+        select="short_batch",
+    ),
+    Mutant(
+        "MLPs: the first step's comparison is taken for a longer batch",
+        "tiled_mlp_forward",
+        "has_noted or torch.compiler.is_compiling() or is_trial()",
+        "has_noted or torch.compiler.is_compiling()",
+        ("models/test_outputs.py",),
+        select="short_batch",
+    ),
+    Mutant(
         "compiled: a forward that the compiler gives up hides the head from what it compiles",
         "standing_in",
         "torch.compiler.is_compiling() or get_eval_frame_callback() is not None",

@@ -57,15 +57,15 @@ MUTANTS = (
     Mutant(
         "probe: a peer that is not installed is run",
         "Case.absent",
-        'return Row(self.probe, self.system, self.package, "not installed")',
+        "return Row(self.probe, self.system, self.package, NOT_INSTALLED)",
         "return None",
         PROBE,
     ),
     Mutant(
         "probe: processes that hang are waited for",
         "ended",
-        "process.wait(time_limit)",
-        "process.wait()",
+        "time.monotonic() >= end",
+        "False",
         PROBE,
     ),
 )

@@ -22,12 +22,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from seqtile import __version__
 from seqtile.limits import installed
-from seqtile.probe import PROBES, Row, figures_of, markdown, versions
+from seqtile.probe import NOT_INSTALLED, PROBES, Row, figures_of, markdown, versions
 from seqtile.probe import probe as rows_of_probes
 from seqtile.recipes import CheckOptions, EvaluateOptions, check_trl
 from seqtile.recipes.plan import PlanOptions, forecast
@@ -249,30 +248,43 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as a table in Markdown.")] = False,
 ) -> None:
-    """Looks for defects of long-sequence training in seqtile and in its installed peers, on CPUs, in some minutes.
+    """Looks for defects of long-sequence training in seqtile and in its installed peers, on CPUs.
+
+    Takes a minute on two free cores, up to ten on busy ones; prints each result as soon as it is there.
 
     Exits with 1 unless seqtile itself is right.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that the probe's processes are ended
-    console = stdout_console()
-    with errors_printed(console), Console(stderr=True).status("") as status:
-        rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
-    printed = partial(print, markdown(rows)) if as_markdown else partial(print_rows, rows, console)
+    console, names = stdout_console(), only or tuple(PROBES)
+    with errors_printed(console):
+        if as_json or as_markdown:
+            with Console(stderr=True).status("") as status:
+                rows = rows_of_probes(names, progress=status.update)
+        else:
+            for name in (name for name in PROBES if name in names):
+                console.print(f"{name}: {PROBES[name]}")
+            rows = rows_of_probes(names, progress=console.print, each=partial(print_row, console))
+    printed = partial(print, markdown(rows)) if as_markdown else partial(print_summary, rows, console)
     is_wrong = any(row.package == "seqtile" and row.verdict != "right" for row in rows)
     finish(figures_of(rows) if as_json else printed, is_wrong)
 
 
-def print_rows(rows: list[Row], console: Console) -> None:
-    for name in dict.fromkeys(row.probe for row in rows):
-        title = f"{name}: {PROBES[name]}"
-        table = Table("", "", "", "", title=title, title_justify="left", box=None, show_header=False)
-        for row in rows:
-            if row.probe == name:
-                verdict = Text(row.verdict, {"right": "green", "wrong": "red"}.get(row.verdict, "yellow"))
-                table.add_row(f"{row.package}, {row.system}", verdict, row.figure, row.note)
-        console.print(table)
-    counts = ", ".join(f"{number} {verdict}" for verdict, number in Counter(row.verdict for row in rows).items())
-    console.print(f"With {versions()}.\n{len(rows)} results: {counts}.")
+def print_row(console: Console, row: Row) -> None:
+    """Prints a result of a probe in a line, unless its package is not installed, which the summary says."""
+    if row.verdict != NOT_INSTALLED:
+        verdict = Text(f"{row.verdict:<12}", {"right": "green", "wrong": "red"}.get(row.verdict, "yellow"))
+        said = f"{row.package}, {row.system}" + f": {row.figure}" * bool(row.figure) + f" ({row.note})" * bool(row.note)
+        console.print(f"  {row.probe:<12}", verdict, f" {said}", sep="")
+
+
+def print_summary(rows: list[Row], console: Console) -> None:
+    absent = dict.fromkeys(row.package for row in rows if row.verdict == NOT_INSTALLED)
+    if absent:
+        console.print(f"Not installed, and so not tried: {', '.join(absent)}.")
+    found = Counter(row.verdict for row in rows if row.verdict != NOT_INSTALLED)
+    first = [verdict for verdict in ("right", "wrong") if verdict in found]
+    counts = ", ".join(f"{found[verdict]} {verdict}" for verdict in dict.fromkeys((*first, *found)))
+    console.print(f"With {versions()}.\n{found.total()} results: {counts}.")
 
 
 @app.command()

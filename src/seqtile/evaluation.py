@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from seqtile.models.apply import apply_seqtile, restore
 from seqtile.models.status import status
+from seqtile.unwrapped import unwrapped
 
 logger = logging.get_logger(__name__)
 FIRST = 1024
@@ -100,9 +101,10 @@ def evaluate(
 
     Memory: that of the model's forward with a chunk of logits; no cache.
 
-    Raises TypeError for anything but token ids; ValueError for a document of fewer than two tokens, and for a stride
-    without a context or not less than the context.
+    Raises TypeError for anything but a Hugging Face model and token ids; ValueError for a document of fewer than two
+    tokens, and for a stride without a context or not less than the context.
     """
+    unwrapped(model)
     documents = _documents(documents)
     if not isinstance(text_bytes, Real | None):
         raise TypeError(

@@ -16,13 +16,14 @@ from seqtile.memory import FEATURES, Formula, Plan, Predictor, Setup, shape_of
 from seqtile.memory.room import MARGIN, room
 from seqtile.memory.setup import GIB, setup_of
 from seqtile.memory.shape import NoFormula
-from seqtile.models.apply import apply_seqtile, attention_refusal, unwrapped
+from seqtile.models.apply import apply_seqtile, attention_refusal
 from seqtile.models.find import is_checkpointed
 from seqtile.models.placement import class_of
 from seqtile.models.quantised import has_4_bits
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.host_memory import available
 from seqtile.renamed import enable_checkpointing
+from seqtile.unwrapped import unwrapped
 
 
 @dataclass(frozen=True)

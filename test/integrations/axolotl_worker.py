@@ -25,7 +25,7 @@ def main(paths: list[str]) -> None:
     from axolotl.train import train
 
     import seqtile
-    from seqtile.models.apply import unwrapped
+    from seqtile.unwrapped import unwrapped
 
     for path in paths:
         try:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from integrations.test_trl import assert_same_log, own_head  # noqa: F401
 from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
-from seqtile.models.apply import unwrapped
 from seqtile.renamed import cache_in
+from seqtile.unwrapped import unwrapped
 from sp.trainer import weights_of
 from support import trl_trainers
 from support.tiny import gentle

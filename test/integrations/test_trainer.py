@@ -56,6 +56,17 @@ def test_offloading_is_turned_on_after_the_trainers_own_checkpointing(documents:
     assert seen == [True]
 
 
+def test_the_log_of_a_loaded_model_says_nothing_of_evaluation(
+    documents: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in evaluation mode, as loaded, until the first step."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = gentle("llama").eval()
+    with caplog.at_level("INFO", logger="seqtile"):
+        trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), max_steps=1).train()
+    assert "2 of 2 fused" in caplog.text and "first step" in caplog.text and "evaluation" not in caplog.text
+
+
 @pytest.mark.full("two seconds each", but=("llama-options0-callback", "llama-options1-before"))
 @pytest.mark.parametrize("when", ["callback", "before"])
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ import seqtile
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction
-from seqtile.models.apply import unwrapped
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, Pool, Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import ShardedLayout
+from seqtile.unwrapped import unwrapped
 from support.measure import LiveBytes
 
 ligers_norm, ligers_rope, ligers_swiglu = (

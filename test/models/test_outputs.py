@@ -193,6 +193,18 @@ def test_said(case: tuple, reentrant: bool | None, head_groups: int | None, monk
     assert [[text in message for text in said] for message in dict.fromkeys(found)] == [[True]] * len(said)
 
 
+def test_a_short_batch_behind_a_longer_one_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row of a packed data set, for example. The first step's comparison is no longer batch."""
+    found: list[str] = []
+    monkeypatch.setattr(mlp.logger, "warning_once", found.append)
+    for lengths, said in (((CHUNK + 1, CHUNK), False), ((CHUNK, CHUNK + 1), True)):
+        model = build("llama")
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+        for length in lengths:
+            model(**whole(length))
+        assert [FITS in message for message in dict.fromkeys(found)] == [True] * said
+
+
 def test_status_text() -> None:
     model = build("llama")
     assert seqtile.status(model).layer is None

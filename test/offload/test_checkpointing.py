@@ -144,6 +144,17 @@ def test_without_a_gpu_it_says_so() -> None:
     assert not any(are_checkpointed(model))
 
 
+def test_in_pefts_wrapper() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="what its checkpoints save stays there"):
+        offload.enable(adapted)
+    assert all(are_checkpointed(model))
+    offload.disable(adapted)
+    assert not any(are_checkpointed(model))
+
+
 def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused; the previous state, enabled or not, remains."""
     model = build("llama")
@@ -151,10 +162,12 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         [(name, value)] = arguments.items()
         with pytest.raises(ValueError, match=f"{name} is {value}"):
             offload.enable(model, **arguments)
-    with pytest.raises(ValueError, match=r"Linear has no layers that can be checkpointed so; use offload\.checkpoint"):
+    with pytest.raises(TypeError, match=r"got a Linear; .* for a model of another kind there is offload\.checkpoint"):
         offload.enable(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="NoneType has no layers that can be checkpointed so"):
-        offload.enable(None)
+    unsupported = build("llama")
+    unsupported.supports_gradient_checkpointing = False
+    with pytest.raises(ValueError, match=r"has no layers that can be checkpointed so; use offload\.checkpoint"):
+        offload.enable(unsupported)
     assert not any(are_checkpointed(model))
     offloaded(model)
     enabled = model._seqtile_offload

@@ -137,15 +137,42 @@ def test_a_tree_that_hangs_is_ended() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = Row("leak", "it", "seqtile", "right", "0 of 40"), Row("leak", "it", "torch", "wrong", "40 of 40")
     for ours, code in ((right, 0), (Row("leak", "it", "seqtile", "wrong", "1 of 40"), 1)):
-        monkeypatch.setattr(cli, "rows_of_probes", lambda names, progress, ours=ours: [ours, wrong])
+        monkeypatch.setattr(cli, "rows_of_probes", lambda names, ours=ours, **_: [ours, wrong])
         result = CliRunner().invoke(cli.app, ["probe", "--json"])
         assert result.exit_code == code
         assert [row["verdict"] for row in json.loads(result.output)] == [ours.verdict, "wrong"]
+    absent = Row("leak", "it", "trl", "not installed")
+
+    def one_by_one(names: object, progress: object, each: Callable[[Row], None]) -> list[Row]:
+        rows = [wrong, absent, right, Row("leak", "it", "deepspeed", "not finished", note="in 300 s")]
+        return [each(row) or row for row in rows]
+
+    monkeypatch.setattr(cli, "rows_of_probes", one_by_one)
     printed = CliRunner().invoke(cli.app, ["probe"]).output
-    assert "40 of 40" in printed and printed.endswith("\n2 results: 2 wrong.\n")
+    assert "  leak        wrong        torch, it: 40 of 40\n" in printed
+    assert "not finished deepspeed, it (in 300 s)\nNot installed, and so not tried: trl.\n" in printed
+    assert printed.endswith("\n3 results: 1 right, 1 wrong, 1 not finished.\n")
     monkeypatch.undo()
     result = CliRunner().invoke(cli.app, ["probe", "--only", "leaks"])
     assert result.exit_code == 1 and "expected probes of leak, window" in result.output and "got leaks" in result.output
+
+
+def test_what_was_found_stays_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result is printed as soon as a process has written it, also into a pipe."""
+
+    def interrupted(names: object, progress: object, each: Callable[[Row], None]) -> None:
+        def first(row: Row) -> None:
+            each(row)
+            if row.verdict == "right":
+                raise KeyboardInterrupt
+
+        probe.rows_of("alone", ["leak"], 600, first)
+
+    monkeypatch.setattr(cli, "rows_of_probes", interrupted)
+    monkeypatch.setattr(probe, "LOOK", 0.01)
+    result = CliRunner().invoke(cli.app, ["probe"])
+    assert result.exit_code == 130
+    assert "leak        right        seqtile, layer=True: 0 of 40\n" in result.output and "interrupted" in result.output
 
 
 def test_sigterm_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.proof import sweep
 from seqtile.proof.small import small_config
 from seqtile.recipes import CheckOptions
+from seqtile.recipes.check import EQUAL, print_report
 from seqtile.recipes.check import check as run
-from seqtile.recipes.check import print_report
 
 
 def check(*arguments: object, variants: str = "--no-variants") -> Result:
@@ -62,10 +62,11 @@ def test_a_config_file(tmp_path: Path) -> None:
 def test_a_type() -> None:
     """A layer of Llama's shape is fused; its memory is shown."""
     report = report_of("cwm")
-    assert report["verdict"] == "All parts can be tiled; equal up to rounding."
+    assert report["verdict"] == f"All parts can be tiled:{EQUAL}."
     layer = next(line for line in report["lines"] if line["part"] == "layer")
     assert {line["how"] for line in report["lines"]} == {"fused"} and report["tokens"] == 2048
     assert layer["head_groups"] and layer["peak"] < 0.8 and layer["flops"] < 1.2
+    assert 0.99 < layer["flops_checkpointed"] < layer["flops"]
 
 
 @pytest.mark.usefixtures("few_tokens")
@@ -104,7 +105,7 @@ def test_a_model_that_differs() -> None:
     assert result.exit_code == 1
     assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
     assert "what is refused or left untiled trains as before" in result.stdout
-    said = "Not tiled: layer of DiffLlamaDecoderLayer; what can be tiled is equal up to rounding."
+    said = f"Not tiled: layer of DiffLlamaDecoderLayer; with any other part tiled,{EQUAL}."
     assert result.stdout.endswith(f"\n{said}\n")
     assert "head_groups" not in result.stdout, "a column that would be empty"
     assert "loss" in result.stdout and "mlp" in result.stdout
@@ -124,7 +125,7 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
         printed = " ".join(result.stdout.split())
         said = r"other batches\): \d+ right, 1 different residual_multiplier=0.5 is different: the gradient"
         assert re.search(said, printed), printed
-        assert printed.endswith("All parts can be tiled; equal up to rounding, but not in every variant.")
+        assert printed.endswith(f"All parts can be tiled:{EQUAL}, but not in every variant.")
         return
     report = json.loads(result.stdout)
     assert {line["how"] for line in report["lines"]} == {"fused"} and not report["differs"]
@@ -140,7 +141,8 @@ def test_with_its_own_weights(tmp_path: Path) -> None:
     console = Console(width=80, record=True, soft_wrap=True, file=io.StringIO())
     print_report(run(CheckOptions(str(tmp_path), variants=False)), console)
     narrow = console.export_text()
-    assert "2 LlamaDecoderLayer  fused" in narrow and "head_groups" in narrow, "names are whole in 80 columns"
+    assert "2 LlamaDecoderLayer fused" in narrow and "head_groups" in narrow, "names are whole in 80 columns"
+    assert max(map(len, narrow.splitlines()[1:6])) <= 80
 
 
 AUTO = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}

@@ -156,6 +156,8 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch:
         ([*files, "--output", str(tmp_path / "circle" / "x")], "circle/x cannot be written to (Too many levels of"),
         ([*files, "--output", files[1]], f"--output: {files[1]} cannot be written to (File exists)"),
         ([str(tmp_path / "wide"), files[1]], "need more memory than there is; --context N gives the model at most N"),
+        ([*files, "--per-node", "2"], "--per-node is for GPUs that share a document; start under torchrun"),
+        ([*files, "--per-node", "0"], "--per-node: expected at least 1, got 0"),
         ([*files, "--stride", "7"], "--stride: expected at least 1 and less than --context, which is not given"),
         ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7 (pass a longer one, or"),
         ([*files, "--context", "1"], "--context: expected at least 2, a token and the one that follows it, got 1"),
@@ -169,8 +171,9 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("pool", [(2, "own")], indirect=True)
 def test_ranks_share_documents(pool: Pool, files: list[str]) -> None:
     alone = evaluated(*files, "--context", "1001")
-    code, printed = pool.run(evaluated_on_rank, *files, "--context", "1001", "--json")[0]
+    code, printed = pool.run(evaluated_on_rank, *files, "--context", "1001", "--json", "--per-node", "1")[0]
     assert code == 0, printed
+    assert "2 ranks share a sequence, 1 on each of 2 nodes" in printed
     found = json.loads(printed[printed.index("{") :])
     assert found["tokens"] == alone["tokens"] and found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert [span["tokens"] for span in found["by_position"]] == [span["tokens"] for span in alone["by_position"]]

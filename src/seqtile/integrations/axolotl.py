@@ -13,10 +13,11 @@ from torch import nn
 
 from seqtile.fitting import fit
 from seqtile.integrations.prefixes import share_prefixes_of
-from seqtile.models.apply import apply_seqtile, unwrapped
+from seqtile.models.apply import apply_seqtile
 from seqtile.models.status import status
 from seqtile.offload import enable
 from seqtile.sp import SequenceParallelTrainerMixin, initialize
+from seqtile.unwrapped import unwrapped
 
 _COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
 _OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")

@@ -18,10 +18,10 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from seqtile.models.apply import unwrapped
 from seqtile.ops.state import exchanged
 from seqtile.sp.apply import share_prefixes
 from seqtile.sp.trainer import MODELS
+from seqtile.unwrapped import unwrapped
 
 logger = logging.get_logger(__name__)
 _SHUFFLE = "shuffle_sequence_dict"  # TRL's

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -11,11 +12,12 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from seqtile.integrations.prefixes import share_prefixes_of, trainer_of
-from seqtile.models.apply import apply_seqtile, unwrapped
+from seqtile.models.apply import apply_seqtile
 from seqtile.models.functions import package_of
 from seqtile.models.placement import inwards
-from seqtile.models.status import status
+from seqtile.models.status import IN_EVALUATION, status
 from seqtile.offload import enable as enable_offload
+from seqtile.unwrapped import unwrapped
 
 logger = logging.get_logger(__name__)
 
@@ -53,6 +55,8 @@ class SeqtileCallback(TrainerCallback):
             enable_offload(model)  # after the trainer's own checkpointing, which it replaces
         if state.is_world_process_zero:
             tiled = status(model)
+            notes = tuple(note for note in tiled.notes if note != IN_EVALUATION)  # a step begins by model.train()
+            tiled = replace(tiled, notes=notes)
             logger.info(f"seqtile: {tiled}")
             for part in (tiled.loss, tiled.mlp, tiled.layer):
                 if part is not None and options.get(part.name, True) and part.tiled < part.total:

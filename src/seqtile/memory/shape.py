@@ -169,7 +169,7 @@ def shape_of(config: Any) -> Shape:
 
 def _read(path: str | Path) -> Any:
     file = Path(path)
-    expected = f"expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)}"
+    expected = f"expected a directory with a config.json, such a file, or a name known offline: {', '.join(KNOWN)}"
     try:
         file = file / "config.json" if file.is_dir() else file
         if file.exists() and not file.is_file():
@@ -178,7 +178,7 @@ def _read(path: str | Path) -> Any:
     except OSError as error:
         close = get_close_matches(str(path), KNOWN, cutoff=0.5)
         close = [name for name in close if re.findall(r"\d+", name) == re.findall(r"\d+", str(path))]  # 14B is no 4B
-        remedy = f"did you mean {close[0]}?" if close else "download its config.json"
+        remedy = f"did you mean {close[0]}?" if close else "for any other model, download its config.json and pass that"
         raise ValueError(f"model {str(path)!r}: {expected} ({error.strerror}); {remedy}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error

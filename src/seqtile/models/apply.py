@@ -33,6 +33,7 @@ from seqtile.proof.proven import unproven
 from seqtile.proof.small import config_for, unfilled
 from seqtile.protocols import FIRST_STEP, SHARDED
 from seqtile.sdpa import watch_sdpa
+from seqtile.unwrapped import unwrapped
 
 
 @dataclass
@@ -301,17 +302,6 @@ def _unplace_all(owners: list[Any]) -> None:
         check_unplace(owner)
     for owner in owners:
         unplace(owner)
-
-
-def unwrapped(model: Any) -> PreTrainedModel:
-    """Returns a Hugging Face model itself, without PEFT's wrapper; a TypeError if it is none."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise TypeError(
-            f"expected a Hugging Face model, got a {type(inner).__name__}; pass the model itself, not a wrapper around "
-            "it (.module of DDP and DeepSpeed, ._orig_mod of torch.compile)"
-        )
-    return inner
 
 
 def parts_applied_to(model: nn.Module) -> frozenset[str]:

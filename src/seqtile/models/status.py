@@ -10,7 +10,7 @@ from torch import nn
 
 from seqtile.attention.layout import VARLEN
 from seqtile.limits import flash_limit
-from seqtile.models.apply import parts_applied_to, refused_of, unwrapped
+from seqtile.models.apply import parts_applied_to, refused_of
 from seqtile.models.find import head_of, is_checkpointed
 from seqtile.models.forward.layer import groups_of
 from seqtile.models.forward.mlp import sparsity_of
@@ -22,7 +22,9 @@ from seqtile.models.varlen import attention_of, is_varlen
 from seqtile.models.verdict import REMEDY
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.protocols import FIRST_STEP, SHARDED
+from seqtile.unwrapped import unwrapped
 
+IN_EVALUATION = "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
 
 
@@ -174,7 +176,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if sharded is not None and (sharing := sharded.describe_ranks(groups)) is not None:
         yield sharing
     if not model.training and is_checkpointed(model):
-        yield "the model is in evaluation mode: until model.train() nothing is checkpointed, and no step is compared"
+        yield IN_EVALUATION
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if any(UNKNOWN in ((part and part.untiled_reason) or "") for part in (loss, mlp, layer)):

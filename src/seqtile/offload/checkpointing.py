@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.offload.store import Copies, HostMemoryFull, Pool, Saved, Store
 from seqtile.renamed import enable_checkpointing
+from seqtile.unwrapped import unwrapped
 
 _ENABLED = "_seqtile_offload"  # the attribute of a model that holds its Checkpoints
 
@@ -99,7 +100,7 @@ def enable(
     """Checkpoints every layer, and keeps the layers' inputs in host memory until the backward.
 
     Args:
-        model: any Hugging Face model whose layers can be checkpointed, on its GPU.
+        model: any Hugging Face model whose layers can be checkpointed, on its GPU, also in PEFT's wrapper.
         keep_last: the number of last layers whose inputs stay on the GPU, because the backward needs them at once.
         host_memory_limit: bytes; by default the free memory of the machine or its control group, less 1 GiB.
         tokens: tokens per step on this GPU. If given, host memory for them is registered now, else in the first step.
@@ -113,10 +114,11 @@ def enable(
     limit. The GPU holds the last layers' inputs and one input being copied out; in the backward, the input in use and
     one being copied back. Without a GPU this is plain checkpointing, with a warning. A second call replaces the first.
 
-    Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
-    below 0, for tokens < 1 and for a GPU that does not exist.
+    Raises TypeError if it is no Hugging Face model; ValueError, and changes nothing, for a model without such layers,
+    for keep_last or host_memory_limit below 0, for tokens < 1 and for a GPU that does not exist.
     """
-    layers = layers_of(model) if isinstance(model, nn.Module) else []
+    model = unwrapped(model, other="; for a model of another kind there is offload.checkpoint")
+    layers = layers_of(model)
     if not layers or not getattr(model, "supports_gradient_checkpointing", False):
         raise ValueError(f"{type(model).__name__} has no layers that can be checkpointed so; use offload.checkpoint")
     least = (("keep_last", keep_last, 0), ("host_memory_limit", host_memory_limit, 0), ("tokens", tokens, 1))
@@ -174,7 +176,7 @@ def disable(model: PreTrainedModel | None = None) -> None:
     host memory of `checkpoint`. Memory that a graph still holds is returned when the graph is freed."""
     if model is None:
         _shared.cache_clear()
-    elif _ENABLED in vars(model):
+    elif _ENABLED in vars(model := unwrapped(model)):
         switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         switch()
         if (checkpoints := vars(model).pop(_ENABLED)) is not None:

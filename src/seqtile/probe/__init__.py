@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ PROBES = {
 PEERS = ("torch", "transformers", "accelerate", "deepspeed", "trl", "liger-kernel")
 TREES = {"alone": ("one process", 1), "seqtile": ("two ranks", 2), "deepspeed": ("two ranks of DeepSpeed", 2)}
 """Process trees: a description and the number of ranks."""
+NOT_INSTALLED = "not installed"
 TIME_LIMIT = 300  # seconds per tree
+LOOK = 0.5  # seconds from one look for new rows to the next
 
 
 @dataclass(frozen=True)
@@ -56,50 +60,75 @@ def probe(
     names: Sequence[str] = tuple(PROBES),
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] = lambda text: None,
+    each: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Runs the named probes and returns their rows in the order of PROBES, seqtile first.
 
-    `time_limit`: seconds per process tree. Raises ValueError for a name that is not in PROBES.
+    `time_limit`: seconds per process tree. `progress` is called with what begins, `each` with each row as soon as it is
+    there. Raises ValueError for a name that is not in PROBES.
     """
     if unknown := set(names) - PROBES.keys():
         raise ValueError(f"expected probes of {', '.join(PROBES)}, got {', '.join(sorted(unknown))}")
     rows = []
     for tree, about in TREES.items():
         progress(f"{about[0]} ...")
-        rows += rows_of(tree, names, time_limit)
+        rows += rows_of(tree, names, time_limit, each)
     order = list(PROBES)
     return sorted(rows, key=lambda row: (order.index(row.probe), row.package != "seqtile", row.package))
 
 
-def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
-    """Returns the rows that the processes of a tree write. A case without a row has failed, or was not finished."""
+def rows_of(
+    tree: str, names: Sequence[str], time_limit: float, each: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """Returns the rows that the processes of a tree write, and calls `each` with one as soon as it is there. A case
+    without a row has failed, or was not finished."""
     from seqtile.probe.tree import cases_of
 
     _, ranks = TREES[tree]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     cases = [case for case in cases_of(tree) if case.probe in names]
-    rows = {row.key: row for case in cases if (row := case.absent()) is not None}
-    verdict = why = ""
+    rows: dict[tuple[str, str, str], Row] = {}
+
+    def add(row: Row) -> None:
+        rows[row.key] = row
+        each(row)
+
+    for case in cases:
+        if (row := case.absent()) is not None:
+            add(row)
     if len(rows) < len(cases):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             file.touch()
             command = [sys.executable, *launcher, "-m", "seqtile.probe.tree", tree, str(file), *names]
-            verdict, why = ended(command, directory, time_limit)
-            written = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
-        rows |= {row.key: row for row in written}
-    return [rows.get(case.row("").key) or case.row(verdict, note=why) for case in cases]
+
+            def look() -> None:
+                lines = file.read_text().split("\n")[:-1]  # behind the last newline is what is being written
+                for row in [Row(**json.loads(line)) for line in lines]:
+                    if row.key not in rows:
+                        add(row)
+
+            verdict, why = ended(command, directory, time_limit, look)
+        for case in cases:
+            if case.row("").key not in rows:
+                add(case.row(verdict, note=why))
+    return [rows[case.row("").key] for case in cases]
 
 
-def ended(command: list[str], directory: str, time_limit: float) -> tuple[str, str]:
-    """Runs processes until they end, or kills them at the time limit. Returns the verdict on what they leave undone,
-    and why: the first error, or that time ran out."""
+def ended(command: list[str], directory: str, time_limit: float, look: Callable[[], None]) -> tuple[str, str]:
+    """Runs processes until they end, or kills them at the time limit; calls `look` now and then, and at the end.
+    Returns the verdict on what they leave undone, and why: the first error, or that time ran out."""
     with (Path(directory) / "output").open("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, start_new_session=True)
+        end = time.monotonic() + time_limit
         try:
-            process.wait(time_limit)
-        except subprocess.TimeoutExpired:
-            return "not finished", f"in {time_limit:g} s"
+            while process.poll() is None:
+                if time.monotonic() >= end:
+                    return "not finished", f"in {time_limit:g} s"
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(min(LOOK, end - time.monotonic()))
+                look()
+            look()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.limits import installed
-from seqtile.probe import Row
+from seqtile.probe import NOT_INSTALLED, Row
 
 VOCAB, TOKENS = 97, 64
 BOUNDARY = 24  # where document 2 starts: not at a shard boundary
@@ -48,7 +48,7 @@ class Case:
     def absent(self) -> Row | None:
         """Returns the row of a case that cannot run here, else None."""
         if not installed(self.package):
-            return Row(self.probe, self.system, self.package, "not installed")
+            return Row(self.probe, self.system, self.package, NOT_INSTALLED)
         return self.row("needs a GPU") if self.gpu and not torch.cuda.is_available() else None
 
     def run(self) -> Row:

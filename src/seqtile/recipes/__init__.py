@@ -57,6 +57,9 @@ class EvaluateOptions:
     dtype: str = option("float32", "Dtype of weights and computation: float32 or bfloat16.")
     device: str | None = option(None, "cpu or cuda (default: cuda if there is one).")
     output: Path | None = option(None, "Directory for evaluation.json and evaluation.png.")
+    per_node: int | None = option(
+        None, "Of the GPUs that share a document, how many are on each node (default: by host names)."
+    )
     as_json: bool = option(False, "Print JSON.", "--json")
     local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
@@ -67,6 +70,9 @@ class EvaluateOptions:
         expect("--dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         expect("--context", self.context is None or self.context >= 2, TWO_TOKENS, self.context)
         expect("--stride", fits, f"at least 1 and less than {longer}", self.stride)
+        expect("--per-node", self.per_node is None or self.per_node >= 1, "at least 1", self.per_node)
+        if self.per_node is not None and self.local_rank is None:
+            raise ValueError("--per-node is for GPUs that share a document; start under torchrun, or leave it out")
         if self.adapter is not None:
             check_path("--adapter: ", self.adapter, "the directory with adapter_config.json")
             if not self.adapter.is_dir():

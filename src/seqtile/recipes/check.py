@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +25,14 @@ from seqtile.proof.findings import Finding, findings, tiled_copy
 from seqtile.proof.small import WORDS, small_model
 from seqtile.proof.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import CheckOptions, check_path, hub_config, in_brief
+from seqtile.renamed import enable_checkpointing
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
 OWN_CODE = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code to seqtile check"
 LOOPS = 1.4  # times as many operations for twice as many tokens: it loops over them
+
+
+EQUAL = " loss and gradients equal the untiled model's up to rounding"
 
 
 class Cost(NamedTuple):
@@ -57,7 +62,9 @@ class Line:
     """The largest error of the loss or a gradient against float64, relative."""
     untiled_error: float
     flops: float | None
-    """FLOP of a training step over the untiled model's; None if refused."""
+    """FLOP of a training step over the untiled model's, without checkpointing; None if refused."""
+    flops_checkpointed: float | None
+    """The same with checkpointing of every layer in both; None if refused, or if the model cannot be checkpointed."""
     peak: float | None
     """Peak of live bytes over the untiled model's; None if refused."""
 
@@ -86,9 +93,9 @@ class Report:
         left = [f"{line.part} of {line.module}" for line in self.lines if line.how == "refused"]
         left += [] if any(line.part == LOSS.option for line in self.lines) else ["the loss"]
         left += [f"layers of kind {reason.partition(':')[0]}" for reason in self.untiled]
-        text = f"Not tiled: {', '.join(left)}; what can be tiled is" if left else "All parts can be tiled;"
+        text = f"Not tiled: {', '.join(left)}; with any other part tiled," if left else "All parts can be tiled:"
         different = any(row.how == DIFFERS for row in self.variants)
-        return f"{text} equal up to rounding{', but not in every variant' * different}."
+        return f"{text}{EQUAL}{', but not in every variant' * different}."
 
     def figures(self) -> dict[str, object]:
         return asdict(self) | {"differs": self.differs, "verdict": self.verdict}
@@ -108,9 +115,10 @@ def check(asked: CheckOptions) -> Report:
             what = "does not run on text alone"
             results = list(findings(model))
             tokens, untiled = _untiled_cost(model)
+            checkpointed = _checkpointed_flops(copy.deepcopy(model), tokens)
         except Exception as error:  # of the model's own code, which may raise anything
             raise ValueError(f"{model_class.__name__} {what}: {type(error).__name__}: {error}") from error
-        lines = [_line(model, one, tokens, untiled) for one in results]
+        lines = [_line(model, one, tokens, untiled, checkpointed) for one in results]
         variants = list(sweep(model_class, config)) if asked.variants else []
     refusals = ((type(layer).__name__, LAYER.refusal(layer)) for layer in LAYER.modules(model))
     left = dict.fromkeys(f"{kind}: {reason}" for kind, reason in refusals if reason)
@@ -155,16 +163,19 @@ def _config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
         ) from error
 
 
-def _line(model: PreTrainedModel, finding: Finding, tokens: int, untiled: Cost) -> Line:
+def _line(model: PreTrainedModel, finding: Finding, tokens: int, untiled: Cost, checkpointed: int | None) -> Line:
     part = "experts" if finding.part is EXPERTS else finding.part.option
-    flops = peak = None
+    flops = peak = again = None
     if finding.refusal is None:
         options = Options(chunk_tokens=CHUNK, check=False)
-        cost = _cost(tiled_copy(model, finding.part, finding.cls, options), tokens)
+        tiled = partial(tiled_copy, model, finding.part, finding.cls, options)
+        cost = _cost(tiled(), tokens)
         flops, peak, _ = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
+        if checkpointed and (ours := _checkpointed_flops(tiled(), tokens)):
+            again = ours / checkpointed
     reason = finding.refusal or finding.chunked
-    errors = finding.error, finding.untiled_error
-    return Line(part, finding.cls.__name__, finding.modules, finding.how, reason, finding.groups, *errors, flops, peak)
+    said = finding.modules, finding.how, reason, finding.groups, finding.error, finding.untiled_error
+    return Line(part, finding.cls.__name__, *said, flops, again, peak)
 
 
 def _untiled_cost(model: PreTrainedModel) -> tuple[int, Cost]:
@@ -190,14 +201,22 @@ def _cost(model: PreTrainedModel, tokens: int) -> Cost:
     return Cost(flops.total, memory.peak, flops.operations)
 
 
+def _checkpointed_flops(model: PreTrainedModel, tokens: int) -> int | None:
+    """Returns the FLOP of a step with every layer checkpointed; None if the model cannot be."""
+    with suppress(Exception):  # of the model's own code
+        enable_checkpointing(model)
+        return _cost(model, tokens).flops
+    return None
+
+
 def print_report(report: Report, console: Console) -> None:
     in_groups = any(line.head_groups for line in report.lines)
     by_group = [Column("head_groups", min_width=11)] * in_groups
-    modules = Column("modules", no_wrap=True, overflow="fold")  # where there is little space, titles take two lines
-    columns = ["part", modules, "tiled", *by_group, "error tiled", "error untiled", "work", "peak"]
-    table = Table(*columns, box=None, header_style="")
+    modules = Column("modules", no_wrap=True, overflow="fold")  # names stay whole
+    columns = ["part", modules, "tiled", *by_group, "error\ntiled", "error\nuntiled", "work", "work\nckpt", "peak"]
+    table = Table(*columns, box=None, header_style="", padding=(0, 1, 0, 0), pad_edge=False)
     for line in report.lines:
-        ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (line.flops, line.peak))
+        ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (line.flops, line.flops_checkpointed, line.peak))
         groups = ["yes" if line.head_groups else ""] * in_groups
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
         table.add_row(line.part, f"{line.count} {line.module}", line.how, *groups, *errors, *ratios)
@@ -205,7 +224,7 @@ def print_report(report: Report, console: Console) -> None:
         "tiled: fused, computed from the weights; chunked, its own forward run once a chunk; refused, left untiled",
         "error tiled, error untiled: largest relative error of the loss or a gradient against float64",
         f"work, peak: FLOP and peak memory of a step of {report.tokens:,} tokens, divided by the untiled model's,",
-        "without checkpointing, which would repeat most of that work in either model",
+        "without checkpointing; work ckpt: the same with checkpointing in both, as long sequences are trained",
     ]
     said += [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
     said += [f"left untiled even with layer=True: {reason}" for reason in report.untiled]

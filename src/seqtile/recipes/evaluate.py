@@ -32,7 +32,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         check_output(asked.output)
     device = device_of(asked.device)
     remedy = "--context N gives the model at most N tokens at once, --layer and --dtype bfloat16 need less"
-    ranks = nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank)
+    ranks = nullcontext() if asked.local_rank is None else shared_by_ranks(device, asked.local_rank, asked.per_node)
     with memory_errors(f"MODEL {asked.model} and its documents need", remedy), ranks as ctx:
         documents, text_bytes = _documents(asked)
         model = load_model(asked.model, "MODEL")
@@ -58,12 +58,12 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
 
 
 @contextmanager
-def shared_by_ranks(device: str, local_rank: int) -> Iterator[sp.SequenceParallel]:
+def shared_by_ranks(device: str, local_rank: int, per_node: int | None) -> Iterator[sp.SequenceParallel]:
     """Yields the ranks that torchrun started, which share each document."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    yield sp.initialize(dist.get_world_size())
+    yield sp.initialize(dist.get_world_size(), per_node=per_node)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -31,7 +31,7 @@ from seqtile.integrations.trainer import SeqtileCallback
 from seqtile.integrations.trl import apply_seqtile_to_trl
 from seqtile.memory.room import room
 from seqtile.memory.setup import GIB
-from seqtile.models.apply import attention_refusal, unwrapped
+from seqtile.models.apply import attention_refusal
 from seqtile.recipes import check_output
 from seqtile.recipes.dataset import counted, dataset_of
 from seqtile.recipes.memory import MIB, memory_errors, peak_mib, planned_setup, return_freed_memory, rows_of
@@ -40,6 +40,7 @@ from seqtile.recipes.options import FinetuneOptions, Parser, parsed
 from seqtile.recipes.output import picture, print_table, remove, report_of, write_figures, written_beside
 from seqtile.recipes.pretrained import load_model, load_tokenizer
 from seqtile.recipes.tuner import OPTIONS_FILE, SequenceParallelTuner, Tuner, check_finite, write_error
+from seqtile.unwrapped import unwrapped
 
 
 def finetune(arguments: list[str], console: Console) -> int | None:

@@ -3,6 +3,7 @@
 import json
 from argparse import Action
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +24,7 @@ MAY_DIFFER = (
     *("logging", "log_", "save", "eval", "report", "push", "hub", "dataloader", "do_", "local_rank", "per_node"),
 )
 """How options begin in which a run that goes on where another was ended may differ from it."""
+SET_BY_TORCHRUN = "--local-rank"
 
 
 @dataclass
@@ -201,7 +203,9 @@ def parsed(arguments: list[str]) -> FinetuneOptions:
     except (YAMLError, IndexError, OSError, UnicodeError) as error:
         raise ValueError(f"--config: expected a file of options in YAML ({in_brief(error)})") from error
     if unknown:
-        parser.error(f"there is no option {unknown[0]}")
+        known = [name for name in parser._option_string_actions if "_" not in name and name != SET_BY_TORCHRUN]
+        close = get_close_matches(unknown[0].replace("_", "-"), known, 1, cutoff=0.7)
+        parser.error(f"there is no option {unknown[0]}{f', did you mean {close[0]}?' if close else ''}")
     asked = FinetuneOptions(*options)
     own, training, model = asked.own, asked.training, asked.model
     own.data = own.data or parser.data

@@ -22,6 +22,7 @@ from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers, names_in_forward
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.whole_batches import WholeBatches, text_model_of
+from seqtile.unwrapped import unwrapped
 
 _ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers that mix tokens only in attention
 _RECURRENCES = {"linear_attention", "hybrid", "conv"}  # also in a recurrence or a convolution
@@ -121,10 +122,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     Hugging Face model."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("an adapter that puts tokens before a sequence would put them before every shard")
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"expected a Hugging Face model, got a {type(model).__name__}; of a wrapper pass its .module")
-    return model
+    return unwrapped(model)
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

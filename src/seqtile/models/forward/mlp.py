@@ -33,7 +33,7 @@ from seqtile.models.recognise import Gated, gated_form
 from seqtile.models.sharded import gathered, is_sharded
 from seqtile.models.verdict import Verdict, Verdicts, left_untiled
 from seqtile.ops.checks import autocast_dtype
-from seqtile.ops.chunks import keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, keeps_nothing, mlp_chunk_tokens, resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp_of
 from seqtile.ops.state import Overridden
 
@@ -64,6 +64,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
             if not (has_noted or torch.compiler.is_compiling()):
                 has_noted = _note_that_it_fits(self, chunk)
             return original(self, x, *others)
+        if not (has_noted or torch.compiler.is_compiling() or is_trial()):
+            has_noted = _is_training(self)  # batches are longer than a chunk, so one that fits is the exception
         return tiled(self, verdict, x, *others)
 
     def found(self, x: torch.Tensor) -> Verdict:
@@ -86,9 +88,15 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     return forward
 
 
+def _is_training(mlp: nn.Module) -> bool:
+    """Returns whether this is the forward of an MLP in a training step, not in a chunk of a layer."""
+    return mlp.training and torch.is_grad_enabled() and not inside_chunk()
+
+
 def _note_that_it_fits(mlp: nn.Module, chunk: int) -> bool:
-    """Warns once if every MLP keeps what it computes until the backward. Returns whether this was a training step."""
-    if not mlp.training or not torch.is_grad_enabled() or inside_chunk():
+    """Warns once if every MLP keeps what it computes until the backward, though no training step before had to be cut.
+    Returns whether this was a training step."""
+    if not _is_training(mlp):
         return False
     if not keeps_nothing():
         logger.warning_once(

@@ -138,15 +138,15 @@ def sentence_on_length(directory: Path) -> str:
     predicted, (ran, where) = longest(), measured(directory)
     theirs = f"{predicted[BEST_OF_PEERS]:,}"
     step = f"a training step of Llama-3.1-8B with LoRA in {ROOM:g} GiB"
-    peers = "ith Liger, DeepSpeed's tiled MLP and offload together it "
+    peers = "Liger, DeepSpeed's tiled MLP and offload together"
     if BEST not in ran:
-        return f"**Predicted, not measured: {step} fits {predicted[BEST]:,} tokens**; w{peers}fits {theirs}."
+        return f"**Predicted, not measured: {step} fits {predicted[BEST]:,} tokens**; {peers} reach {theirs}."
     last = ran[BEST]["steps"][-1]
     layers = SHAPES[ran[BEST]["shape"]].layers
-    how = f"{last['layers']} of {layers} layers ran, beside the memory of the others"
+    how = f"{last['layers']} of {layers} layers ran, and the memory of the others was allocated"
     return (
         f"**Measured on an {where}: {step} ran on {last['tokens']:,} tokens** ({how}, "
-        f"[how](docs/benchmarks.md#the-longest-sequences)). W{peers}is predicted to fit {theirs}."
+        f"[how](docs/benchmarks.md#the-longest-sequences)). {peers} are predicted to reach {theirs}."
     )
 
 
@@ -155,8 +155,8 @@ def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
     judged = [row for _, _, rows in found for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
     link = "[checks](docs/benchmarks.md#measured-on-a-gpu)"
-    verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"all {len(judged)} {link} are right"
-    return f"{verdict[0].upper()}{verdict[1:]} ({found[0][0].device})."
+    verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"All {len(judged)} {link} are right"
+    return f"{verdict} ({found[0][0].device})."
 
 
 def sentence_on_time(directory: Path) -> str:

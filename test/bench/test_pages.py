@@ -84,7 +84,7 @@ def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
     longest, peers = (readme.longest()[label] for label in (readme.BEST, readme.BEST_OF_PEERS))
     assert said == (
         "**Predicted, not measured: a training step of Llama-3.1-8B with LoRA in 64 GiB fits "
-        f"{longest:,} tokens**; with Liger, DeepSpeed's tiled MLP and offload together it fits {peers:,}. "
+        f"{longest:,} tokens**; Liger, DeepSpeed's tiled MLP and offload together reach {peers:,}. "
         "All 3 [checks](docs/benchmarks.md#measured-on-a-gpu) are right (MADE UP GPU)."
     )
     page = pages.gpu(tmp_path)

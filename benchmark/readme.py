@@ -24,17 +24,17 @@ MODEL, GPU_GIB = "meta-llama/Llama-3.1-8B", 80
 FREE = 1 / 5  # the margin that docs/planning.md asks for: the worst of benchmark/published_peaks.py
 ROOM = GPU_GIB - GPU_GIB * FREE
 COMMON = {"lora_rank": 16, "gpu_memory_gib": ROOM}
-PEERS, OURS = "#8c8c8c", "#1f6feb"
-LINES: dict[str, tuple[tuple[str, ...], str, str]] = {  # label -> features of seqtile.memory, colour, style of the line
-    "Hugging Face": (("nothing",), PEERS, ":"),
-    "Liger": (("loss", "Liger"), PEERS, "--"),
-    "Liger, offload": (("loss", "Liger", "host"), PEERS, "-."),
-    "Liger, offload, DeepSpeed's tiled MLP": (("loss, MLP", "Liger", "host"), PEERS, "-"),
-    "seqtile": (("loss, MLP",), OURS, "--"),
-    "seqtile, whole layers, head chunks": (("groups",), OURS, "-."),
-    "seqtile, whole layers, head chunks, offload": (("groups", "host"), OURS, "-"),
+PEERS, OURS = ("#b5b5b5", "#7d7d7d", "#404040"), ("#79b0ff", "#1f6feb")
+LINES: dict[str, tuple[tuple[str, ...], str]] = {  # label -> features of seqtile.memory, colour; solid with offload
+    "Hugging Face": (("nothing",), PEERS[0]),
+    "Liger": (("loss", "Liger"), PEERS[1]),
+    "Liger, offload": (("loss", "Liger", "host"), PEERS[1]),
+    "Liger, DeepSpeed's tiled MLP, offload": (("loss, MLP", "Liger", "host"), PEERS[2]),
+    "seqtile": (("loss, MLP",), OURS[0]),
+    "seqtile, whole layers, head chunks": (("groups",), OURS[1]),
+    "seqtile, whole layers, head chunks, offload": (("groups", "host"), OURS[1]),
 }
-"""Every peer has what it, or another package beside it, offers: offload is of the layers' inputs."""
+"""Peers have what they offer; offload is of the layers' inputs."""
 
 MEASURED_BY = {  # label -> method of `benchmark.methods`
     "Hugging Face": "huggingface_lora",
@@ -43,7 +43,8 @@ MEASURED_BY = {  # label -> method of `benchmark.methods`
     "seqtile, whole layers, head chunks": "seqtile_head_groups_lora",
     "seqtile, whole layers, head chunks, offload": "seqtile_head_groups_offload_lora",
 }
-BEST, BEST_OF_PEERS = "seqtile, whole layers, head chunks, offload", "Liger, offload, DeepSpeed's tiled MLP"
+DEFAULT, BEST = "seqtile", "seqtile, whole layers, head chunks, offload"
+BEST_OF_PEERS = "Liger, DeepSpeed's tiled MLP, offload"
 OF_CUDA = 1  # GiB that a plan reserves
 NOTHING = (
     "**Nothing has run on a GPU yet**: kernels are compiled for GPUs and run in Triton's interpreter; CPU tests check "
@@ -80,7 +81,7 @@ def caption(directory: Path = RESULTS) -> str:
     return fill(
         f"*Predicted{f'; the stars are measured ({where})' if ran else ', not measured'}: one training step of "
         f"Llama-3.1-8B with LoRA of rank 16 in bfloat16, layers checkpointed, on one GPU of {GPU_GIB} GiB. Grey: other "
-        "packages, with all that they offer; offload keeps the layers' inputs in host memory. "
+        "packages, alone and together. Solid: with offload, which keeps the layers' inputs in host memory. "
         "[How it was measured](docs/benchmarks.md#the-longest-sequences).*",
         130,
     )
@@ -94,12 +95,14 @@ def draw(file: Path, directory: Path = RESULTS) -> None:
     lengths = [4096 * 2 ** (step / 4) for step in range(36)]
     found = longest()
     for label, setup in setups().items():
-        end, (_, color, line) = found[label], LINES[label]
+        end, (_, color) = found[label], LINES[label]
+        line = "-" if "activations" in setup["offload"] else "--"
         tokens = sorted([*(int(length) for length in lengths if length < end), end])
         peaks = [memory.plan(MODEL, seq_len=length, **setup).gpu_bytes / GIB for length in tokens]
         axes.plot(tokens, peaks, color=color, linestyle=line, linewidth=2.2, label=f"{label}: {end:,}")
         axes.plot(end, ROOM, "o", color=color)
-        for step in ran[label]["steps"][-1:] if label in ran else []:
+        row = ran.get(label, {"steps": [], "why": "not measured"})
+        for step in [] if "why" in row else row["steps"][-1:]:  # of a method that died no peak is known
             axes.plot(step["tokens"], step["bytes"] / GIB + OF_CUDA, "*", color=color, markersize=13)
     axes.axhline(GPU_GIB, color="black", linewidth=1)
     axes.axhline(ROOM, color="black", linewidth=1, linestyle=":")
@@ -134,19 +137,23 @@ def paragraph(directory: Path = RESULTS) -> str:
 
 
 def sentence_on_length(directory: Path) -> str:
-    """The longest sequence, measured if a GPU measured it; beside the longest predicted with other packages."""
-    predicted, (ran, where) = longest(), measured(directory)
-    theirs = f"{predicted[BEST_OF_PEERS]:,}"
-    step = f"a training step of Llama-3.1-8B with LoRA in {ROOM:g} GiB"
-    peers = "Liger, DeepSpeed's tiled MLP and offload together"
+    """The longest sequence, measured if a GPU measured it; beside the default's, and the longest predicted with other
+    packages."""
+    lengths, (ran, where) = longest(), measured(directory)
+    peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
+    room = f"{ROOM:g} GiB (an {GPU_GIB} GiB GPU with a fifth left free)"
+    what, how = "a training step of Llama-3.1-8B with LoRA on", "with whole layers, head chunks and offload"
     if BEST not in ran:
-        return f"**Predicted, not measured: {step} fits {predicted[BEST]:,} tokens**; {peers} reach {theirs}."
+        default = f"The default reaches {lengths[DEFAULT]:,};"
+        return f"**Predicted, not measured: {what} {lengths[BEST]:,} tokens** fits in {room}, {how}. {default} {peers}"
     last = ran[BEST]["steps"][-1]
-    layers = SHAPES[ran[BEST]["shape"]].layers
-    how = f"{last['layers']} of {layers} layers ran, and the memory of the others was allocated"
+    host = memory.plan(MODEL, seq_len=last["tokens"], **setups()[BEST]).host_bytes / GIB
+    others = SHAPES[ran[BEST]["shape"]].layers - last["layers"]
+    default = f"The default reached {ran[DEFAULT]['steps'][-1]['tokens']:,}; " if DEFAULT in ran else ""
     return (
-        f"**Measured on an {where}: {step} ran on {last['tokens']:,} tokens** ({how}, "
-        f"[how](docs/benchmarks.md#the-longest-sequences)). {peers} are predicted to reach {theirs}."
+        f"**Measured on an {where}: {what} {last['tokens']:,} tokens** fits in {room}, {how} ({host:.0f} GiB in "
+        f"host memory). It ran {last['layers']} of the layers, and allocated the memory of the other {others} "
+        f"([how](docs/benchmarks.md#the-longest-sequences)). {default}{peers}"
     )
 
 
@@ -154,7 +161,7 @@ def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
     """What came of all checks."""
     judged = [row for _, _, rows in found for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
-    link = "[checks](docs/benchmarks.md#measured-on-a-gpu)"
+    link = "[checks against float64](docs/benchmarks.md#measured-on-a-gpu)"
     verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"All {len(judged)} {link} are right"
     return f"{verdict} ({found[0][0].device})."
 
@@ -169,4 +176,4 @@ def sentence_on_time(directory: Path) -> str:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} of {peer}" for key, peer in peers.items() if key in row)
-    return f"A tiled layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({results.device})."
+    return f"A step of a whole layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({results.device})."

@@ -1,4 +1,4 @@
-"""The subpackages and their imports, as in docs/architecture.md: imports run in one direction."""
+"""The subpackages and what each may import: imports run in one direction."""
 
 import ast
 import sys

@@ -36,7 +36,7 @@ class Feature(NamedTuple):
 GROUPS = {"tiles": TILES, "head_groups": "auto"}
 FEATURES = {  # that save memory, in the order of their cost in time
     "nothing": Feature({"tiles": ()}),
-    "attention": Feature({"attention": "varlen"}, "attention without masks", "no time and no matmuls"),
+    "attention": Feature({"attention": "varlen"}, "attention without masks", "no more matmuls"),
     "loss": Feature({"tiles": ("loss",)}),
     "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more matmuls"),
     "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more matmuls"),

@@ -28,7 +28,11 @@ COMMANDS = [
     if "finetune" in line
 ]
 TINY = {"--model": "tiny", "--seq-len": "60", "--save-every": "1", "--sequence-parallel": "2"}
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ '<' + m['content'] + '>' }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "book.txt").write_text("a book, of words and words and words; " * 8)
     rows = [[("user", "what is it"), ("assistant", "a number " * n)] for n in range(2, 8)]
     lines = [json.dumps({"messages": [{"role": role, "content": said} for role, said in row]}) for row in rows]
-    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
 

@@ -34,7 +34,18 @@ from seqtile.recipes.plan_output import figures, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
 SDPA = ("flash", "mem_efficient", "math", "cudnn")  # torch's switches of what sdpa may use
-OTHERS = ("accelerate", "peft", "trl", "deepspeed", "liger-kernel", "flash-attn", "datasets", "safetensors", "typer")
+OTHERS = (
+    "accelerate",
+    "peft",
+    "trl",
+    "deepspeed",
+    "liger-kernel",
+    "bitsandbytes",
+    "flash-attn",
+    "datasets",
+    "safetensors",
+    "typer",
+)
 
 FOREIGN = {  # loggers of packages that transformers imports -> how lines begin that they print whatever is asked for
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
@@ -191,7 +202,7 @@ def recipe(name: str) -> Callable[..., Any]:
             check_trl(version("trl"))
         return getattr(import_module(f"seqtile.recipes.{name}"), name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[finetune]'") from error
+        raise ModuleNotFoundError(f"{error.name} is not installed: pip install 'seqtile[finetune]'") from error
 
 
 def end_rank(local_rank: int | None) -> None:

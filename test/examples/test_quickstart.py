@@ -99,10 +99,10 @@ def test_a_file_of_options() -> None:
     """Of an example, which the command line goes before."""
     code, said = on_rank(*options_of("--config"), "--model", "tiny", "--seq-len", "100", "--save-every", "1")
     assert code == 0 and len(losses(said)) == 4, said
-    report = Path("runs/qlora/report.json").read_text()
+    report = Path("runs/finetune_qlora/report.json").read_text()
     assert "2 of 2 fused, attention in 2 head chunks" in report, report
-    AutoModelForCausalLM.from_pretrained("runs/qlora/merged")
-    config = json.loads(Path("runs/qlora/model/adapter_config.json").read_text())
+    AutoModelForCausalLM.from_pretrained("runs/finetune_qlora/merged")
+    config = json.loads(Path("runs/finetune_qlora/model/adapter_config.json").read_text())
     assert any(name.endswith("down_proj") for name in config["target_modules"])
 
 

@@ -358,7 +358,7 @@ LAYER, TWO = {"tiles": memory.TILES}, {"gpus": 2, "sequence_parallel": 2}
         ({"offload": [["optimizer"]]}, "offload: expected some of activations, optimizer, weights, got "),
         ({"keep_last": -1}, "keep_last: expected 0 or more layers"),
         ({"lora_rank": 0}, "lora_rank: expected a positive int"),
-        ({"load_in_4bit": True}, "load_in_4bit: expected False, or a lora_rank besides"),
+        ({"load_in_4bit": True}, "load_in_4bit: expected False, or lora_rank too"),
         ({"load_in_4bit": 4, "lora_rank": 8}, "load_in_4bit: expected True or False, got 4"),
         ({"load_in_4bit": True, "lora_rank": 8, "offload": "weights"}, "offload of weights: expected none"),
         ({"gpu_memory_gib": 0}, "gpu_memory_gib: expected more than 0 GiB"),

@@ -213,7 +213,7 @@ def test_status_text() -> None:
     seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
     text = str(seqtile.status(model))
     assert "  layer seqtile, 50 tokens a chunk, 2 of 2 fused, attention in 2 head chunks\n" in text
-    assert "a batch of at most 50 tokens is one chunk: there the MLPs and layers run untiled" in text
+    assert "batches of up to 50 tokens run their MLPs and layers untiled" in text
     assert "activation checkpointing is off, so every layer keeps what its attention saves as well as its input" in text
     checkpointing(model, False)
     assert "checkpointing is off" not in str(seqtile.status(model))

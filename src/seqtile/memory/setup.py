@@ -141,7 +141,7 @@ class Setup:
         expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
         expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)
         adapted = not (self.load_in_4bit and self.full)
-        expect("load_in_4bit", adapted, "False, or a lora_rank besides, since what has 4 bits is not trained", True)
+        expect("load_in_4bit", adapted, "False, or lora_rank too, since what has 4 bits is not trained", True)
         if "optimizer" in self.offload and self.optimizer == "adamw_8bit":
             raise ValueError("offload of the optimizer: expected adamw or sgd, got adamw_8bit, which computes on a GPU")
         if "weights" in self.offload and self.load_in_4bit:

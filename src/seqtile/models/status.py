@@ -189,7 +189,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if mlp.tiled:
         lengths = " or ".join(map(str, (layer if layer and layer.tiled else mlp).untiled_tokens))
         parts = "MLPs and layers" if layer else "MLPs"
-        yield f"a batch of at most {lengths} tokens is one chunk: there the {parts} run untiled, as without seqtile"
+        yield f"batches of up to {lengths} tokens run their {parts} untiled, as without seqtile"
     is_cacheless = any(part is not None and part.tiled for part in (loss, layer))
     if is_cacheless and getattr(model.config.get_text_config(), "use_cache", False):
         yield (

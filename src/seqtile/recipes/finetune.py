@@ -97,8 +97,9 @@ def write_results(asked: FinetuneOptions, trainer: Tuner, untiled: dict[str, Any
             remove(place / "merged")  # of an earlier run
         print_table(report, trainer.monitor.console)
         try:
-            write_figures(place / "report", report, partial(picture, report))
-            trainer.monitor.say(f"model, report.json and report.png are in {place}")
+            drawn = write_figures(place / "report", report, partial(picture, report))
+            left = ["model", *["merged"] * asked.own.merge, "report.json", *["report.png"] * drawn]
+            trainer.monitor.say(f"{', '.join(left[:-1])} and {left[-1]} are in {place}")
         except OSError as error:
             why = write_error(error, place)
             trainer.monitor.say(f"note: the model is in {place}, but no report could be written there ({why})")
@@ -243,6 +244,8 @@ def check_fixed_options(asked: FinetuneOptions, fixed: dict[str, Any], last: str
     """Raises ValueError if the last checkpoint is of a run with other options."""
     if last is None:
         return
+    if not (Path(last) / OPTIONS_FILE).exists():
+        raise ValueError(f"--resume: {last} was not written by seqtile finetune; pass another --output")
     before, now = json.loads((Path(last) / OPTIONS_FILE).read_text()), json.loads(json.dumps(fixed))
     for name in before:
         if name in now and now[name] != before[name]:

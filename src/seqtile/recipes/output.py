@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median_high, median_low
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -68,16 +68,17 @@ def report_of(asked: "FinetuneOptions", trainer: "Tuner", untiled: dict[str, Any
     }
 
 
-def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figure"]) -> None:
-    """Writes `path`.json, and the figure that `draw` returns as `path`.png; warns instead if matplotlib is not
-    installed."""
+def write_figures(path: Path, figures: dict[str, Any], draw: Callable[[], "Figure"]) -> bool:
+    """Writes `path`.json, and the figure that `draw` returns as `path`.png. Without matplotlib it warns instead of
+    drawing, and returns False."""
     with written_beside(path.with_suffix(".json")) as new:
         new.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is None:
         logger.warning(f"{path.name}.png is left out: it needs matplotlib (pip install matplotlib)")
-        return
+        return False
     with written_beside(path.with_suffix(".png")) as new:
         draw().savefig(new, dpi=150, format="png")
+    return True
 
 
 def title_of(report: dict[str, Any]) -> str:
@@ -97,8 +98,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     rows = [(f"loss, step {step}", "loss", lambda losses, i=i: f"{losses[i]:.6f}") for i, step in enumerate(steps)]
     rows = [rows[i] for i in sorted({round(row * (len(rows) - 1) / (SHOWN - 1)) for row in range(SHOWN)})]
     rows.append(("peak memory, MiB", "peak_mib", lambda peaks: f"{max(peaks):,.0f}"))
-    rows.append(("time of a step, s", "step_seconds", lambda seconds: f"{median(seconds):.2f}"))
-    rows.append(("tokens/s", "tokens_per_second", lambda speeds: f"{median(speeds):,.0f}"))
+    rows.append(("time of a step, s", "step_seconds", lambda seconds: f"{median_low(seconds):.2f}"))
+    rows.append(("tokens/s", "tokens_per_second", lambda speeds: f"{median_high(speeds):,.0f}"))  # of the same step
     for title, measured, shown in rows:
         table.add_row(title, *(shown(run[measured]) for run in runs.values()))
     console.print(title_of(report))

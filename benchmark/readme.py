@@ -106,9 +106,9 @@ def draw(file: Path, directory: Path = RESULTS) -> None:
             axes.plot(step["tokens"], step["bytes"] / GIB + OF_CUDA, "*", color=color, markersize=13)
     axes.axhline(GPU_GIB, color="black", linewidth=1)
     axes.axhline(ROOM, color="black", linewidth=1, linestyle=":")
-    axes.text(4096, ROOM + 1, "a fifth is left free", fontsize=9)
-    if ran:
-        axes.text(4096, ROOM + 6, f"stars: measured, {where}", fontsize=9)
+    stars = f", stars: measured ({where})" if ran else ""
+    axes.text(4096, GPU_GIB - 4, f"dots: predicted{stars}", fontsize=9)
+    axes.text(4096, ROOM + 1, f"four fifths of {GPU_GIB} GiB", fontsize=9)
     axes.set(xscale="log", xlabel="tokens of one sequence", ylabel="peak GPU memory, GiB", ylim=(0, GPU_GIB * 1.06))
     title = "Predicted peak GPU memory (GiB) by length. In the legend: the longest sequence that fits (tokens)"
     axes.set_title(title, fontsize=10)
@@ -140,21 +140,21 @@ def sentence_on_length(directory: Path) -> str:
     """The longest sequence, measured if a GPU measured it; beside the default's, and the longest predicted with other
     packages."""
     lengths, (ran, where) = longest(), measured(directory)
-    peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
-    room = f"{ROOM:g} GiB (an {GPU_GIB} GiB GPU with a fifth left free)"
-    what, how = "a training step of Llama-3.1-8B with LoRA on", "with whole layers, head chunks and offload"
-    if BEST not in ran:
-        default = f"The default reaches {lengths[DEFAULT]:,};"
-        return f"**Predicted, not measured: {what} {lengths[BEST]:,} tokens** fits in {room}, {how}. {default} {peers}"
-    last = ran[BEST]["steps"][-1]
-    host = memory.plan(MODEL, seq_len=last["tokens"], **setups()[BEST]).host_bytes / GIB
-    others = SHAPES[ran[BEST]["shape"]].layers - last["layers"]
-    default = f"The default reached {ran[DEFAULT]['steps'][-1]['tokens']:,}; " if DEFAULT in ran else ""
-    return (
-        f"**Measured on an {where}: {what} {last['tokens']:,} tokens** fits in {room}, {how} ({host:.0f} GiB in "
-        f"host memory). It ran {last['layers']} of the layers, and allocated the memory of the other {others} "
-        f"([how](docs/benchmarks.md#the-longest-sequences)). {default}{peers}"
+    steps = {label: row["steps"][-1] for label, row in ran.items()}
+    tokens = steps[BEST]["tokens"] if BEST in ran else lengths[BEST]
+    host = memory.plan(MODEL, seq_len=tokens, **setups()[BEST]).host_bytes / GIB
+    title = f"Measured on an {where}" if BEST in ran else "Predicted, not measured"
+    text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB**, four fifths of an {GPU_GIB} "
+    text += f"GiB GPU, with all options on and {host:.0f} GiB of host memory."
+    if BEST in ran:
+        number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
+        text += f" Only {number} of the {layers} layers ran; the memory of the other {layers - number} was allocated "
+        text += "([how](docs/benchmarks.md#the-longest-sequences))."
+    default = (
+        f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"is predicted to reach {lengths[DEFAULT]:,}"
     )
+    peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
+    return f"{text} seqtile's default {default}. {peers}"
 
 
 def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
@@ -162,7 +162,7 @@ def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
     judged = [row for _, _, rows in found for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
     link = "[checks against float64](docs/benchmarks.md#measured-on-a-gpu)"
-    verdict = f"**{wrong} of {len(judged)} {link} are wrong**" if wrong else f"All {len(judged)} {link} are right"
+    verdict = f"**{wrong} of {len(judged)} {link} fail**" if wrong else f"All {len(judged)} {link} pass"
     return f"{verdict} ({found[0][0].device})."
 
 
@@ -176,4 +176,4 @@ def sentence_on_time(directory: Path) -> str:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} of {peer}" for key, peer in peers.items() if key in row)
-    return f"A step of a whole layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({results.device})."
+    return f"With `layer=True` a layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({results.device})."

@@ -83,17 +83,17 @@ def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
     said = " ".join(readme.paragraph(tmp_path).split())
     longest, default, peers = (readme.longest()[label] for label in (readme.BEST, readme.DEFAULT, readme.BEST_OF_PEERS))
     assert said == (
-        f"**Predicted, not measured: a training step of Llama-3.1-8B with LoRA on {longest:,} tokens** fits in 64 GiB "
-        "(an 80 GiB GPU with a fifth left free), with whole layers, head chunks and offload. The default reaches "
-        f"{default:,}; Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {peers:,}. All 3 "
-        "[checks against float64](docs/benchmarks.md#measured-on-a-gpu) are right (MADE UP GPU)."
+        f"**Predicted, not measured: {longest:,} tokens of Llama-3.1-8B with LoRA fit in 64 GiB**, four fifths of an "
+        "80 GiB GPU, with all options on and 211 GiB of host memory. seqtile's default is predicted to reach "
+        f"{default:,}. Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {peers:,}. All 3 "
+        "[checks against float64](docs/benchmarks.md#measured-on-a-gpu) pass (MADE UP GPU)."
     )
     page = pages.gpu(tmp_path)
     assert "**Kernels**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
     assert "- sdpa: case a head group, chooses CUDNN_ATTENTION" in page
     assert readme.caption(tmp_path).startswith("*Predicted, not measured: ") and not readme.measured(tmp_path)[0]
     made_up(tmp_path, "right", "right", **RIGHT | {"kernels": [check("one kernel", False)]})
-    assert "**1 of 3 [checks against float64](docs/benchmarks.md#measured-on-a-gpu) are wrong**" in readme.paragraph(
+    assert "**1 of 3 [checks against float64](docs/benchmarks.md#measured-on-a-gpu) fail**" in readme.paragraph(
         tmp_path
     )
     assert "| one kernel | nan | 1.0e+00 |" in pages.gpu(tmp_path)
@@ -128,8 +128,8 @@ def test_measured_lengths(tmp_path: Path) -> None:
     said = " ".join(readme.caption(results).split())
     assert said.startswith("*Predicted; the stars are measured (MADE UP GPU, 2000-01-01): one training step")
     said = " ".join(readme.paragraph(results).split())
-    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01: ") and "LoRA on 819,200 tokens**" in said
-    assert "It ran 2 of the layers, and allocated the memory of the other 30" in said
+    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01: ") and ": 819,200 tokens of" in said
+    assert "Only 2 of the 32 layers ran; the memory of the other 30 was" in said
     every = [longest_row(label, tokens) for label, tokens in readme.longest().items() if label in readme.MEASURED_BY]
     made_up(results, "long", "quick", model_step=every)
     copied(tmp_path)

@@ -50,7 +50,7 @@ def watch_masks() -> None:
 class WatchedMask:
     """A function that makes masks, which warns before it makes a large one, once for each reason.
 
-    It is equal to the function, so that a table by functions, as that of sp/backends.py, has it too.
+    It is equal to the function, so that a table by functions, as that of attention/backends.py, has it too.
     """
 
     def __init__(self, attention: str, function: Callable[..., Any]):

@@ -145,7 +145,7 @@ def test_a_report_has_every_figure(
     assert {line[: len(longest)] for line in lines if line.startswith("| huggingface | | 61,440")} == {longest}
     assert set(lines) >= {
         "gated_mlp: NVIDIA H200, 2026-11-21, quick, commit abc1234",
-        "60 s; at most 800.0 TFLOP/s in products, 4,300 GB/s in copies",
+        "60 s; at most 800.0 TFLOP/s in matmuls, 4,300 GB/s in copies",
         f"| llama3_8b | 8,192 | seqtile |{' 20.00 |' * 4} 3 | | 2.00 | 0.50 | 0.80 | 0.80 | 2.000 | 0.25 | 0.33 | "
         "0.33 | 1.0e-03 |",
         f"| llama3_8b | 65,536 | huggingface |{' |' * 14} out of memory |",

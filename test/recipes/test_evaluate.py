@@ -122,7 +122,7 @@ def test_more_tokens_than_a_model_is_configured_for(files: list[str], caplog: py
 
 def test_an_adapter(files: list[str], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(files[0])
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
     with_it = evaluated(*files, "--adapter", str(tmp_path / "adapter"))
     assert abs(with_it["loss"] - evaluated(*files)["loss"]) > 1e-4

@@ -30,7 +30,7 @@ PAGES = {  # the block of each page
     "predicted for QLoRA": CASES,
     "predicted for full fine-tuning": CASES,
 }
-CASE = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```\n\n<!-- predicted for ")
+CASE = re.compile(r"```bash\nseqtile (plan (?:[^\n]*\\\n)*[^\n]*)\n```\n\n<!-- predicted for ")
 COMMAND = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```")
 LLAMA, LLAMA_70B, QWEN, QWEN_32B = (
     "meta-llama/Llama-3.1-8B",
@@ -71,7 +71,7 @@ def command(page: str) -> str:
 
 def case(options: str) -> str:
     """What a plan's step needs, of the command that stands above it."""
-    step = json.loads(CliRunner().invoke(app, [*options.split(), "--json"]).output)["plan"]
+    step = json.loads(CliRunner().invoke(app, [*options.replace("\\\n", "").split(), "--json"]).output)["plan"]
     setup, gpu, host = step["setup"], sum(step["gpu_gib"].values()), sum(step["host_gib"].values())
     where = "on each GPU" if setup["gpus"] > 1 else "on the GPU"
     parts = [f"Predicted, not measured: **{gpu:.1f} GiB** at the peak {where}, of {setup['gpu_memory_gib']:g} GiB"]

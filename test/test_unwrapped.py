@@ -21,7 +21,6 @@ TAKERS: dict[str, Callable[[Any], object]] = {
     "apply_ulysses": lambda model: sp.apply_ulysses(model, None),
     "sp.restore": sp.restore,
     "offload.enable": offload.enable,
-    "offload.disable": offload.disable,
 }
 
 
@@ -32,6 +31,10 @@ def test_a_name_or_a_wrapper_instead_of_a_model(take: Callable[[Any], object]) -
         take("Qwen/Qwen3-0.6B")
     with pytest.raises(TypeError, match=r"got a OptimizedModule; pass the model itself.*\._orig_mod of torch\.compile"):
         take(torch.compile(build("llama")))
+    with pytest.raises(
+        TypeError, match=r"expected a Hugging Face model, got the class LlamaForCausalLM; load it first"
+    ):
+        take(type(build("llama")))
 
 
 def test_what_is_inside_a_compiled_model_is_tiled() -> None:

@@ -17,6 +17,7 @@ from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,7 +203,10 @@ def recipe(name: str) -> Callable[..., Any]:
             check_trl(version("trl"))
         return getattr(import_module(f"seqtile.recipes.{name}"), name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed: pip install 'seqtile[finetune]'") from error
+        absent = error.name and "." not in error.name and find_spec(error.name) is None
+        raise ModuleNotFoundError(
+            f"{f'{error.name} is not installed' if absent else error}: pip install 'seqtile[finetune]'"
+        ) from error
 
 
 def end_rank(local_rank: int | None) -> None:
@@ -272,7 +276,7 @@ def probe(
             with Console(stderr=True).status("") as status:
                 rows = rows_of_probes(names, progress=status.update)
         else:
-            for name in (name for name in PROBES if name in names):
+            for name in (name for name in PROBES if name in names and set(names) <= PROBES.keys()):
                 console.print(f"{name}: {PROBES[name]}")
             rows = rows_of_probes(names, progress=console.print, each=partial(print_row, console))
     printed = partial(print, markdown(rows)) if as_markdown else partial(print_summary, rows, console)

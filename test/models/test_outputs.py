@@ -202,7 +202,7 @@ def test_a_short_batch_behind_a_longer_one_is_no_warning(monkeypatch: pytest.Mon
         seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
         for length in lengths:
             model(**whole(length))
-        assert [FITS in message for message in dict.fromkeys(found)] == [True] * said
+        assert sum(FITS in message for message in dict.fromkeys(found)) == said
 
 
 def test_status_text() -> None:

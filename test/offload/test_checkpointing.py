@@ -151,7 +151,7 @@ def test_in_pefts_wrapper() -> None:
     with pytest.warns(UserWarning, match="what its checkpoints save stays there"):
         offload.enable(adapted)
     assert all(are_checkpointed(model))
-    offload.disable(adapted)
+    offload.disable(nn.ModuleList([nn.Linear(2, 2), adapted]))  # whatever is around it
     assert not any(are_checkpointed(model))
 
 

@@ -283,6 +283,7 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
         (("--eval-strategy", "steps", "--data", rows), "there is no split test, only train; pass --test-split-size"),
         (("--stepz", 3), "there is no option --stepz, did you mean --steps?"),
         (("--lora-rank", 8), "there is no option --lora-rank, did you mean --lora-r?"),
+        (("--lr", 1e-4), "there is no option --lr, did you mean --learning-rate?"),
         (("--xyz", 3), "there is no option --xyz; seqtile finetune --help"),
         (("--seq", 3), "there is no option --seq"),
         (("--steps", "many"), "argument --max_steps/--max-steps/--steps: invalid int value: 'many'"),

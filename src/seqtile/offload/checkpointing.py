@@ -171,15 +171,16 @@ def _warn_if_replaced(model: nn.Module, args: object) -> None:
         vars(model).pop(_ENABLED).close()
 
 
-def disable(model: PreTrainedModel | None = None) -> None:
+def disable(model: nn.Module | None = None) -> None:
     """Undoes `enable`, including checkpointing, and returns its host memory to the system. Without a model, returns the
     host memory of `checkpoint`. Memory that a graph still holds is returned when the graph is freed."""
     if model is None:
         _shared.cache_clear()
-    elif _ENABLED in vars(model := unwrapped(model)):
-        switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        return
+    for inner in [module for module in model.modules() if _ENABLED in vars(module)]:  # in a wrapper, too
+        switch = getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable
         switch()
-        if (checkpoints := vars(model).pop(_ENABLED)) is not None:
+        if (checkpoints := vars(inner).pop(_ENABLED)) is not None:
             checkpoints.close()
 
 

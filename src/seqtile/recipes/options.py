@@ -25,6 +25,11 @@ MAY_DIFFER = (
 )
 """How options begin in which a run that goes on where another was ended may differ from it."""
 SET_BY_TORCHRUN = "--local-rank"
+OTHER_NAMES = {  # usual elsewhere -> TRL's
+    "--lr": "--learning-rate",
+    "--epochs": "--num-train-epochs",
+    "--batch-size": "--per-device-train-batch-size",
+}
 
 
 @dataclass
@@ -204,7 +209,8 @@ def parsed(arguments: list[str]) -> FinetuneOptions:
         raise ValueError(f"--config: expected a file of options in YAML ({in_brief(error)})") from error
     if unknown:
         known = [name for name in parser._option_string_actions if "_" not in name and name != SET_BY_TORCHRUN]
-        close = get_close_matches(unknown[0].replace("_", "-"), known, 1, cutoff=0.7)
+        name = unknown[0].partition("=")[0].replace("_", "-")
+        close = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, known, 1, cutoff=0.75)
         parser.error(f"there is no option {unknown[0]}{f', did you mean {close[0]}?' if close else ''}")
     asked = FinetuneOptions(*options)
     own, training, model = asked.own, asked.training, asked.model

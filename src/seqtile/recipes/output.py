@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median_high, median_low
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -90,18 +90,24 @@ def title_of(report: dict[str, Any]) -> str:
     return title
 
 
+def speed(run: dict[str, Any]) -> float:
+    """Returns the mean tokens of a step over the median of its seconds."""
+    seconds, rates = run["step_seconds"], run["tokens_per_second"]
+    return fmean(each * rate for each, rate in zip(seconds, rates, strict=True)) / median(seconds)
+
+
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
     runs = report["runs"]
     steps = runs["seqtile"]["step"]
     table = Table("", *(Column(name, justify="right") for name in runs))
-    rows = [(f"loss, step {step}", "loss", lambda losses, i=i: f"{losses[i]:.6f}") for i, step in enumerate(steps)]
+    rows = [(f"loss, step {step}", lambda run, i=i: f"{run['loss'][i]:.6f}") for i, step in enumerate(steps)]
     rows = [rows[i] for i in sorted({round(row * (len(rows) - 1) / (SHOWN - 1)) for row in range(SHOWN)})]
-    rows.append(("peak memory, MiB", "peak_mib", lambda peaks: f"{max(peaks):,.0f}"))
-    rows.append(("time of a step, s", "step_seconds", lambda seconds: f"{median_low(seconds):.2f}"))
-    rows.append(("tokens/s", "tokens_per_second", lambda speeds: f"{median_high(speeds):,.0f}"))  # of the same step
-    for title, measured, shown in rows:
-        table.add_row(title, *(shown(run[measured]) for run in runs.values()))
+    rows.append(("peak memory, MiB", lambda run: f"{max(run['peak_mib']):,.0f}"))
+    rows.append(("time of a step, s", lambda run: f"{median(run['step_seconds']):.2f}"))
+    rows.append(("tokens/s", lambda run: f"{speed(run):,.0f}"))
+    for title, shown in rows:
+        table.add_row(title, *(shown(run) for run in runs.values()))
     console.print(title_of(report))
     console.print(table, soft_wrap=False)
     if "untiled" in runs:

@@ -65,7 +65,7 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         why = "all GPUs are on one node" if one else "nodes have unequal numbers of the GPUs that share a sequence"
         shown.append(f"No bytes across nodes are counted: {why}.")
     if plan is not None and plan.fits:
-        shown += [] if needs_seqtile(plan.setup) else [not_needed(plan.seq_len)]
+        shown += [] if needs_seqtile(plan.setup) or forecast.seq_len is None else [not_needed(plan.seq_len)]
         shown += ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
     elif plan is not None:
         shown.append(f"This is predicted not to fit in {plan.bound}.")

@@ -94,8 +94,8 @@ def _is_training(mlp: nn.Module) -> bool:
 
 
 def _note_that_it_fits(mlp: nn.Module, chunk: int) -> bool:
-    """Warns once if every MLP keeps what it computes until the backward, though no training step before had to be cut.
-    Returns whether this was a training step."""
+    """Warns once if every MLP keeps what it computes until the backward, unless MLPs were cut in a training step before
+    (those of tiled layers are not called then). Returns whether this was a training step."""
     if not _is_training(mlp):
         return False
     if not keeps_nothing():

@@ -78,10 +78,11 @@ def longest() -> dict[str, int]:
 def caption(directory: Path = RESULTS) -> str:
     """Returns what README says below the picture; the numbers are in the picture."""
     ran, where = measured(directory)
+    measurement = f"stars: measured on an {where}" if ran else "not measured"
     return fill(
-        f"*Predicted{f'; the stars are measured ({where})' if ran else ', not measured'}: one training step of "
-        f"Llama-3.1-8B with LoRA of rank 16 in bfloat16, layers checkpointed, on one GPU of {GPU_GIB} GiB. Grey: other "
-        "packages, alone and together. Solid: with offload, which keeps the layers' inputs in host memory. "
+        "*One training step of Llama-3.1-8B with LoRA of rank 16 in bfloat16, layers checkpointed, predicted for a GPU "
+        f"of {GPU_GIB} GiB, of which a fifth stays free; {measurement}. Grey: other packages, alone and together. "
+        "Solid: with offload, which keeps the layers' inputs in host memory. "
         "[How it was measured](docs/benchmarks.md#the-longest-sequences).*",
         130,
     )
@@ -110,7 +111,7 @@ def draw(file: Path, directory: Path = RESULTS) -> None:
     axes.text(4096, GPU_GIB - 4, f"dots: predicted{stars}", fontsize=9)
     axes.text(4096, ROOM + 1, f"four fifths of {GPU_GIB} GiB", fontsize=9)
     axes.set(xscale="log", xlabel="tokens of one sequence", ylabel="peak GPU memory, GiB", ylim=(0, GPU_GIB * 1.06))
-    title = "Predicted peak GPU memory (GiB) by length. In the legend: the longest sequence that fits (tokens)"
+    title = "Predicted peak GPU memory (GiB) by length. In the legend: the longest sequence in 64 GiB (tokens)"
     axes.set_title(title, fontsize=10)
     axes.set_xticks([2**power * 1024 for power in range(2, 12, 1)])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}K"))
@@ -145,11 +146,12 @@ def sentence_on_length(directory: Path) -> str:
     host = memory.plan(MODEL, seq_len=tokens, **setups()[BEST]).host_bytes / GIB
     title = f"Measured on an {where}" if BEST in ran else "Predicted, not measured"
     text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB**, four fifths of an {GPU_GIB} "
-    text += f"GiB GPU, with all options on and {host:.0f} GiB of host memory."
+    text += f"GiB GPU, with all options on and {host:.0f} GiB of host memory (calculated)."
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
-        text += f" Only {number} of the {layers} layers ran; the memory of the other {layers - number} was allocated "
-        text += "([how](docs/benchmarks.md#the-longest-sequences))."
+        text += f" {number} of the {layers} layers ran; the GPU memory of the other {layers - number} was allocated "
+        text += "([how](docs/benchmarks.md#the-longest-sequences)). At its rate a step of all layers takes "
+        text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly attention."
     default = (
         f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"is predicted to reach {lengths[DEFAULT]:,}"
     )
@@ -170,10 +172,10 @@ def sentence_on_time(directory: Path) -> str:
     """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    peers = {"time_x_hf": "Hugging Face's", "time_x_liger": "Liger's"}
+    peers = {"time_x_hf": "Hugging Face's", "time_x_liger": "one with Liger's kernels"}
     timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
     if not timed:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
-    ratios = " and ".join(f"{row[key]:.2f} of {peer}" for key, peer in peers.items() if key in row)
-    return f"With `layer=True` a layer of {row['tokens'] // 1024}K tokens takes {ratios} time ({results.device})."
+    ratios = " and ".join(f"{row[key]:.2f} of the time of {peer}" for key, peer in peers.items() if key in row)
+    return f"A layer of {row['tokens'] // 1024}K tokens with `layer=True` takes {ratios} ({results.device})."

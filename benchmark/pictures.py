@@ -53,7 +53,8 @@ def _against_length(results: Results, subject: str, rows: list[Row], file: Path)
     _length_axis(memory, "peak above the inputs, GiB")
     _length_axis(time, "forward and backward, s")
     memory.legend(fontsize=8)
-    figure.suptitle(f"{subject}, {shape}: {results.device}, {results.date}")
+    measured = f"peak memory (GiB) and time (s) measured on {results.device}, {results.date}"
+    figure.suptitle(f"{TITLES[subject]}, {shape}: {measured}", fontsize=11)
     return _saved(figure, file, subject)
 
 
@@ -80,8 +81,10 @@ def _longest(results: Results, rows: list[Row], file: Path) -> Path:
     axes.set(xlabel="longest sequence, tokens")
     if label is None:
         axes.legend()
-    limit = rows[0]["limit_bytes"] / 1e9
-    axes.set_title(f"{rows[0]['shape']}, {limit:,.3g} GB: {results.device}, {results.date}")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1000:g}K"))
+    limit, found = rows[0]["limit_bytes"] / 1e9, "measured" if label else "measured (bars) and predicted (lines)"
+    about = f"longest sequence (tokens) {found}; {results.device}, {results.date}"
+    figure.suptitle(f"{rows[0]['shape']}, {limit:,.3g} GB: {about}", fontsize=10)
     return _saved(figure, file, "longest")
 
 

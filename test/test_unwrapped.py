@@ -1,6 +1,5 @@
 """Every public function that takes a model says what to pass in the place of a name or a wrapper."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 import seqtile
 from seqtile import offload, sp
-from support.tiny import CHUNK, batch_of, build, gentle, loss_and_gradients
+from support.tiny import build
 
 TAKERS: dict[str, Callable[[Any], object]] = {
     "apply_seqtile": seqtile.apply_seqtile,
@@ -38,13 +37,7 @@ def test_a_name_or_a_wrapper_instead_of_a_model(take: Callable[[Any], object]) -
 
 
 def test_what_is_inside_a_compiled_model_is_tiled() -> None:
-    """As the error about a compiled model says, which then is tiled, too."""
-    compiled, batch = torch.compile(gentle("llama"), backend="eager"), batch_of(1, 101)
-    untiled = copy.deepcopy(compiled._orig_mod)
-    seqtile.apply_seqtile(compiled._orig_mod, chunk_tokens=CHUNK)
-    loss, gradients = loss_and_gradients(compiled, **batch)
-    expected = loss_and_gradients(untiled, **batch)
+    """As the error about a compiled model says; test/models/test_training_loops.py trains one."""
+    compiled = torch.compile(build("llama"))
+    seqtile.apply_seqtile(compiled._orig_mod)
     assert seqtile.status(compiled._orig_mod).mlp.tiled == 2
-    torch.testing.assert_close(loss, expected[0])
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[1][name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-5)

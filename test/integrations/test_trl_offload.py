@@ -78,6 +78,7 @@ def trained(tmp_path: Path, *callbacks: SeqtileCallback, **options: bool) -> tup
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.full("three runs each", but=("True",))
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_beside_tiled_layers_and_beside_offload(checkpointed: bool, moved: list, tmp_path: Path) -> None:
     callback = partial(SeqtileCallback, chunk_tokens=20, layer=True, head_groups=2)

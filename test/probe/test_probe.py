@@ -157,6 +157,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "expected probes of leak, window" in result.output and "got leaks" in result.output
 
 
+@pytest.mark.full("8 s, of a process that imports everything")
 def test_what_was_found_stays_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each result is printed as soon as a process has written it, also into a pipe."""
 

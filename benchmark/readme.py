@@ -150,7 +150,7 @@ def sentence_on_length(directory: Path) -> str:
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
         text += f" {number} of the {layers} layers ran; the GPU memory of the other {layers - number} was allocated "
-        text += "([how](docs/benchmarks.md#the-longest-sequences)). At its rate a step of all layers takes "
+        text += "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, a full step takes "
         text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly attention."
     default = (
         f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"is predicted to reach {lengths[DEFAULT]:,}"
@@ -163,7 +163,7 @@ def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
     """What came of all checks."""
     judged = [row for _, _, rows in found for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
-    link = "[checks against float64](docs/benchmarks.md#measured-on-a-gpu)"
+    link = "[checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu)"
     verdict = f"**{wrong} of {len(judged)} {link} fail**" if wrong else f"All {len(judged)} {link} pass"
     return f"{verdict} ({found[0][0].device})."
 
@@ -172,10 +172,10 @@ def sentence_on_time(directory: Path) -> str:
     """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    peers = {"time_x_hf": "Hugging Face's", "time_x_liger": "one with Liger's kernels"}
+    peers = {"time_x_hf": "Hugging Face's time", "time_x_liger": "that with Liger's kernels"}
     timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
     if not timed:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
-    ratios = " and ".join(f"{row[key]:.2f} of the time of {peer}" for key, peer in peers.items() if key in row)
-    return f"A layer of {row['tokens'] // 1024}K tokens with `layer=True` takes {ratios} ({results.device})."
+    ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
+    return f"At {row['tokens'] // 1024}K tokens a layer tiled whole takes {ratios} ({results.device})."

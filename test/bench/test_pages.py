@@ -86,7 +86,7 @@ def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
         f"**Predicted, not measured: {longest:,} tokens of Llama-3.1-8B with LoRA fit in 64 GiB**, four fifths of an "
         "80 GiB GPU, with all options on and 211 GiB of host memory (calculated). seqtile's default is predicted to "
         f"reach {default:,}. Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {peers:,}. All 3 "
-        "[checks against float64](docs/benchmarks.md#measured-on-a-gpu) pass (MADE UP GPU)."
+        "[checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu) pass (MADE UP GPU)."
     )
     page = pages.gpu(tmp_path)
     assert "**Kernels**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
@@ -96,7 +96,7 @@ def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
     )
     made_up(tmp_path, "right", "right", **RIGHT | {"kernels": [check("one kernel", False)]})
     said = " ".join(readme.paragraph(tmp_path).split())
-    assert "**1 of 3 [checks against float64](docs/benchmarks.md#measured-on-a-gpu) fail**" in said
+    assert "**1 of 3 [checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu) fail**" in said
     assert "| one kernel | nan | 1.0e+00 |" in pages.gpu(tmp_path)
 
 
@@ -105,10 +105,7 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
     said = " ".join(readme.paragraph(tmp_path).split())
-    assert (
-        "takes 0.79 of the time of Hugging Face's and 0.95 of the time of one with Liger's kernels (MADE UP GPU)."
-        in said
-    )
+    assert "takes 0.79 x Hugging Face's time and 0.95 x that with Liger's kernels (MADE UP GPU)." in said
     predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
     core = 1e3 * 9 * 4096**2 * 4096 / 800e12

@@ -149,14 +149,14 @@ def sentence_on_length(directory: Path) -> str:
     text += f"GiB GPU, with all options on and {host:.0f} GiB of host memory (calculated)."
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
-        text += f" {number} of the {layers} layers ran; the GPU memory of the other {layers - number} was allocated "
+        text += f" {number} of the {layers} layers ran; GPU memory for the other {layers - number} was only reserved "
         text += "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, a full step takes "
         text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly attention."
     default = (
         f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"is predicted to reach {lengths[DEFAULT]:,}"
     )
     peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
-    return f"{text} seqtile's default {default}. {peers}"
+    return f"{text} Without options it {default}. {peers}"
 
 
 def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
@@ -172,10 +172,10 @@ def sentence_on_time(directory: Path) -> str:
     """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    peers = {"time_x_hf": "Hugging Face's time", "time_x_liger": "that with Liger's kernels"}
+    peers = {"time_x_hf": "Hugging Face's time", "time_x_liger": "Hugging Face's with Liger"}
     timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
     if not timed:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
-    return f"At {row['tokens'] // 1024}K tokens a layer tiled whole takes {ratios} ({results.device})."
+    return f"At {row['tokens'] // 1024}K tokens a wholly tiled layer takes {ratios} ({results.device})."

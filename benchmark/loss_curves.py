@@ -25,7 +25,7 @@ import seqtile
 
 STEPS, TOKENS, CHUNKS = 300, 3584, 8
 SPIKE = 128
-"""The step with the highest loss but for the first: its bytes are of `_sysconfigdata`, a table of build settings."""
+"""The highest loss after the first seven steps: the bytes are of `_sysconfigdata`, a table of build settings."""
 PERMUTED = tuple(f"permuted {number}" for number in range(1, 5))
 RUNS = ("untiled", "tiled", *PERMUTED)
 DTYPES = ("float32", "bfloat16")

@@ -67,7 +67,7 @@ def measured(directory: Path = RESULTS) -> tuple[dict[str, Row], str]:
 
 def setups() -> dict[str, dict[str, Any]]:
     """Returns the fields of memory.Setup of each line."""
-    return {label: vars(with_features(memory.Setup(**COMMON), *names)) for label, (names, *_) in LINES.items()}
+    return {label: vars(with_features(memory.Setup(**COMMON), *names)) for label, (names, _) in LINES.items()}
 
 
 def longest() -> dict[str, int]:
@@ -111,7 +111,7 @@ def draw(file: Path, directory: Path = RESULTS) -> None:
     axes.text(4096, GPU_GIB - 4, f"dots: predicted{stars}", fontsize=9)
     axes.text(4096, ROOM + 1, f"four fifths of {GPU_GIB} GiB", fontsize=9)
     axes.set(xscale="log", xlabel="tokens of one sequence", ylabel="peak GPU memory, GiB", ylim=(0, GPU_GIB * 1.06))
-    title = "Predicted peak GPU memory (GiB) by length. In the legend: the longest sequence in 64 GiB (tokens)"
+    title = f"Predicted peak GPU memory (GiB) by length. In the legend: the longest sequence in {ROOM:g} GiB (tokens)"
     axes.set_title(title, fontsize=10)
     axes.set_xticks([2**power * 1024 for power in range(2, 12, 1)])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}K"))

@@ -88,9 +88,9 @@ def apply_seqtile_to_llama(
         layer: tile whole layers: everything in a layer except attention itself, and the norm behind the last layer. A
             layer then keeps its input, queries, keys, values and attention's output. Liger's norms and RoPE do not
             run; seqtile uses the norms' weights.
-        head_groups: with `layer`, compute attention for this many chunks of kv heads, one after the other. Queries,
-            keys and values then exist for one group at a time, and are not kept. "auto" takes the largest number of
-            groups, up to 8, that divides the kv heads, and refuses an attention that keeps other large tensors; with
+        head_groups: with `layer`, compute attention in this many head chunks (some kv heads with their query heads),
+            one after the other. Queries, keys and values then exist for one at a time, and are not kept. "auto" takes
+            the largest number up to 8 that divides the kv heads, and refuses attention that keeps large tensors; with
             a number, such an attention is computed once more. Attention must treat every head alike (no slopes or
             biases by head), since it is not told which heads it gets.
         chunk_tokens: tokens of a chunk; None for max(2048, hidden size), and for more in a mixture of experts, and in

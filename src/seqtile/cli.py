@@ -276,8 +276,6 @@ def probe(
             with Console(stderr=True).status("") as status:
                 rows = rows_of_probes(names, progress=status.update)
         else:
-            for name in (name for name in PROBES if name in names and set(names) <= PROBES.keys()):
-                console.print(f"{name}: {PROBES[name]}")
             rows = rows_of_probes(names, progress=console.print, each=partial(print_row, console))
     printed = partial(print, markdown(rows)) if as_markdown else partial(print_summary, rows, console)
     is_wrong = any(row.package == "seqtile" and row.verdict != "right" for row in rows)

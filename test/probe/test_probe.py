@@ -153,8 +153,13 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not finished deepspeed, it (in 300 s)\nNot installed, and so not tried: trl.\n" in printed
     assert printed.endswith("\n3 results: 1 right, 1 wrong, 1 not finished.\n")
     monkeypatch.undo()
-    result = CliRunner().invoke(cli.app, ["probe", "--only", "leaks"])
+    monkeypatch.setattr(probe, "TREES", {})
+    said: list[str] = []
+    assert probe.probe(["window", "leak"], progress=said.append) == []
+    assert said == [f"{name}: {PROBES[name]}" for name in ("leak", "window")]
+    result = CliRunner().invoke(cli.app, ["probe", "--only", "leak", "--only", "leaks"])
     assert result.exit_code == 1 and "expected probes of leak, window" in result.output and "got leaks" in result.output
+    assert PROBES["leak"] not in result.output
 
 
 @pytest.mark.full("8 s, of a process that imports everything")

@@ -64,11 +64,14 @@ def probe(
 ) -> list[Row]:
     """Runs the named probes and returns their rows in the order of PROBES, seqtile first.
 
-    `time_limit`: seconds per process tree. `progress` is called with what begins, `each` with each row as soon as it is
-    there. Raises ValueError for a name that is not in PROBES.
+    `time_limit`: seconds per process tree. `progress` is called with what each probe tries and with what begins, `each`
+    with each row as soon as it is there. Raises ValueError for a name that is not in PROBES.
     """
     if unknown := set(names) - PROBES.keys():
         raise ValueError(f"expected probes of {', '.join(PROBES)}, got {', '.join(sorted(unknown))}")
+    for name, tried in PROBES.items():
+        if name in names:
+            progress(f"{name}: {tried}")
     rows = []
     for tree, about in TREES.items():
         progress(f"{about[0]} ...")

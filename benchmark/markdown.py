@@ -1,5 +1,13 @@
 """Tables in Markdown, and blocks of pages that are written by a command: what stands between two comments."""
 
+import textwrap
+
+
+def fill(text: str, indent: str = "") -> str:
+    """Returns a paragraph in lines of at most 130 characters, all but the first indented; a link with hyphens stays
+    whole."""
+    return textwrap.fill(text, 130, subsequent_indent=indent, break_on_hyphens=False)
+
 
 def rewritten(text: str, name: str, block: str) -> str:
     """Returns a page's text with another block between `<!-- name -->` and `<!-- end of name -->`."""

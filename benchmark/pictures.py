@@ -1,5 +1,6 @@
 """Results as pictures: memory and time against length, and longest sequences; told apart without colours."""
 
+import re
 from itertools import cycle
 from pathlib import Path
 
@@ -23,6 +24,29 @@ TITLES = {
     "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",
 }
 """Of subjects that are compared, as pages name them."""
+WORDS = {
+    "huggingface": "Hugging Face",
+    "on_liger": "with Liger",
+    "liger": "Liger",
+    "deepspeed_mlp": "DeepSpeed's tiled MLP",
+    "deepspeed": "DeepSpeed",
+    "trl": "TRL",
+    "cce": "CCE",
+    "quack": "QuACK",
+    "save_on_cpu": "torch's save_on_cpu",
+    "mlp": "MLP",
+    "head_groups": "whole layer, head chunks",
+    "layer": "whole layer",
+    "sharing_alone": "prompt computed once",
+    "sharing": "prompt computed once",
+    "lora": "LoRA",
+}
+"""Parts of the names of contestants and methods, as pages name them."""
+
+
+def name_of(contestant: str) -> str:
+    """Returns a contestant's or method's name as pages show it."""
+    return ", ".join(WORDS.get(part, part) for part in re.findall("|".join([*WORDS, "[^_]+"]), contestant))
 
 
 def draw(results: Results, file: Path) -> list[Path]:
@@ -46,7 +70,7 @@ def _against_length(results: Results, subject: str, rows: list[Row], file: Path)
     for contestant, (marker, line) in zip(contestants, cycle(STYLES), strict=False):
         of_one = [row for row in rows if row["contestant"] == contestant]
         lengths = [row["tokens"] for row in of_one]
-        style = {"marker": marker, "linestyle": line, "label": contestant, "markersize": 5}
+        style = {"marker": marker, "linestyle": line, "label": name_of(contestant), "markersize": 5}
         style |= {"color": "black", "linewidth": 2.2} if contestant.startswith("seqtile") else {"color": "0.45"}
         memory.plot(lengths, [row["peak_bytes"] / 2**30 for row in of_one], **style)
         time.plot(lengths, [row["both_ms"] / 1000 for row in of_one], **style)
@@ -75,7 +99,7 @@ def _longest(results: Results, rows: list[Row], file: Path) -> Path:
         if "predicted" in row:
             axes.plot(row["predicted"], number, "k|", markersize=18, label=label)
             label = None
-    axes.set_yticks(range(len(rows)), [row["contestant"].replace("_", " ") for row in rows])
+    axes.set_yticks(range(len(rows)), [name_of(row["contestant"]) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel="longest sequence, tokens")

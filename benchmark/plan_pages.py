@@ -3,11 +3,10 @@
 import json
 import re
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from benchmark import published_peaks, readme
-from benchmark.markdown import table
+from benchmark.markdown import fill, table
 from benchmark.results import RESULTS
 from typer.testing import CliRunner
 
@@ -76,7 +75,7 @@ def case(options: str) -> str:
     where = "on each GPU" if setup["gpus"] > 1 else "on the GPU"
     parts = [f"Predicted, not measured: **{gpu:.1f} GiB** at the peak {where}, of {setup['gpu_memory_gib']:g} GiB"]
     parts += [f"{host:.1f} GiB in host memory"] if host else []
-    return fill(f"{'; '.join(parts)}.", 130)
+    return fill(f"{'; '.join(parts)}.")
 
 
 def fit() -> str:
@@ -128,8 +127,8 @@ def lengths() -> str:
     rows = [["", "GPUs", "published", "predicted", "with Liger", "bound by"]]
     for model, lengths in PUBLISHED.items():
         for gpus, length in lengths.items():
-            light = memory.longest(model, **alst(gpus), liger=True)
-            figures = [longest(model, **alst(gpus)), f"{light.tokens:,}", light.bound.partition(":")[0]]
+            plain, light = (memory.longest(model, **alst(gpus), liger=liger) for liger in (False, True))
+            figures = [f"{plain.tokens:,}", f"{light.tokens:,}", plain.bound.partition(":")[0]]
             rows.append([short(model), str(gpus), length, *figures])
     steps = []
     for step, (length, shared_by, *names) in ABLATION.items():
@@ -147,7 +146,7 @@ def lengths() -> str:
         "The paper's ablation (its table 1: Llama-8B, 8 GPUs), and the predictions for the same steps, without Liger's "
         "norms:"
     )
-    blocks = (table(rows), fill(bound, 130), fill(about, 130), table([["", "published", "predicted"], *steps]))
+    blocks = (table(rows), fill(bound), fill(about), table([["", "published", "predicted"], *steps]))
     return "\n\n".join(blocks)
 
 
@@ -164,7 +163,7 @@ def whole_layers() -> str:
         f"optimizer and layer inputs on the host, the prediction for Llama-3.1-8B is {shared} tokens. Each GPU then "
         "has one kv head, too few for head chunks."
     )
-    return f"{table(rows)}\n\n{fill(about, 130)}"
+    return f"{table(rows)}\n\n{fill(about)}"
 
 
 def quantised() -> str:

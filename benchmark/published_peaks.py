@@ -9,9 +9,8 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from textwrap import fill
 
-from benchmark.markdown import table
+from benchmark.markdown import fill, table
 from benchmark.readme import FREE
 from typer.testing import CliRunner
 
@@ -186,12 +185,12 @@ def peaks() -> str:
         f"{UNITS} Where no cause is named, a plan is up to {low} % too low, and up to {high} % too high. **So leave "
         f"{'a fifth' if low == 100 * FREE else f'{low} %'} of the memory free.** Notes:"
     )
-    notes = [fill(f"{number}. {text}", 130, subsequent_indent="   ") for number, text in enumerate(texts, 1)]
+    notes = [fill(f"{number}. {text}", indent="   ") for number, text in enumerate(texts, 1)]
     commands = "\n".join(f"seqtile plan {run.options}" for run in RUNS)
     return "\n\n".join(
         (
             table(rows),
-            fill(about, 130),
+            fill(about),
             "\n".join(notes),
             "The commands, row by row; these runs kept no margin:",
             f"```bash\n{commands}\n```",

@@ -3,11 +3,11 @@ predicted peak memory against length, with what a GPU measured of it; and its ca
 
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import matplotlib
 from benchmark.gpu_day import CHECKS, newest_of
+from benchmark.markdown import fill
 from benchmark.results import RESULTS, Results, Row, load
 from benchmark.shapes import SHAPES
 
@@ -83,8 +83,7 @@ def caption(directory: Path = RESULTS) -> str:
         "*One training step of Llama-3.1-8B with LoRA of rank 16 in bfloat16, layers checkpointed, predicted for a GPU "
         f"of {GPU_GIB} GiB, of which a fifth stays free; {measurement}. Grey: other packages, alone and together. "
         "Solid: with offload, which keeps the layers' inputs in host memory. "
-        "[How it was measured](docs/benchmarks.md#the-longest-sequences).*",
-        130,
+        "[How it was measured](docs/benchmarks.md#the-longest-sequences).*"
     )
 
 
@@ -130,11 +129,13 @@ def checks_of(directory: Path, parts: Sequence[str] = CHECKS) -> list[tuple[Resu
 
 def paragraph(directory: Path = RESULTS) -> str:
     """Returns what README says first: the longest sequence, the time of a layer, and what the checks on a GPU found."""
-    found, speed = checks_of(directory), sentence_on_time(directory)
-    said = [sentence_on_length(directory), speed, sentence_on_checks(found) if found else ""]
-    if not (found or speed or measured(directory)[0]):
+    found, (ran, where) = checks_of(directory), measured(directory)
+    named = where.partition(",")[0] if BEST in ran else ""  # the GPU in the first sentence
+    speed = sentence_on_time(directory, named)
+    said = [sentence_on_length(directory), speed, sentence_on_checks(found, named) if found else ""]
+    if not (found or speed or ran):
         said.append(NOTHING)
-    return fill(" ".join(filter(None, said)), 130)
+    return fill(" ".join(filter(None, said)))
 
 
 def sentence_on_length(directory: Path) -> str:
@@ -145,37 +146,40 @@ def sentence_on_length(directory: Path) -> str:
     tokens = steps[BEST]["tokens"] if BEST in ran else lengths[BEST]
     host = memory.plan(MODEL, seq_len=tokens, **setups()[BEST]).host_bytes / GIB
     title = f"Measured on an {where}" if BEST in ran else "Predicted, not measured"
-    text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB**, four fifths of an {GPU_GIB} "
-    text += f"GiB GPU, with all options on and {host:.0f} GiB of host memory (calculated)."
+    text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB** (four fifths of an {GPU_GIB} "
+    text += f"GiB GPU) with all options on, and with {host:.0f} GiB of host memory, which is calculated."
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
         text += f" {number} of the {layers} layers ran; GPU memory for the other {layers - number} was only reserved "
         text += "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, a full step takes "
-        text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly attention."
-    default = (
-        f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"is predicted to reach {lengths[DEFAULT]:,}"
-    )
+        text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly for attention."
+    default = f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"should reach {lengths[DEFAULT]:,}"
     peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
-    return f"{text} Without options it {default}. {peers}"
+    return f"{text} seqtile without options {default}. {peers}"
 
 
-def sentence_on_checks(found: list[tuple[Results, str, list[Row]]]) -> str:
+def on(device: str, named: str) -> str:
+    """Returns the end of a sentence, which names a GPU that has not been named."""
+    return "." if device == named else f" ({device})."
+
+
+def sentence_on_checks(found: list[tuple[Results, str, list[Row]]], named: str) -> str:
     """What came of all checks."""
     judged = [row for _, _, rows in found for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
     link = "[checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu)"
     verdict = f"**{wrong} of {len(judged)} {link} fail**" if wrong else f"All {len(judged)} {link} pass"
-    return f"{verdict} ({found[0][0].device})."
+    return verdict + on(found[0][0].device, named)
 
 
-def sentence_on_time(directory: Path) -> str:
+def sentence_on_time(directory: Path, named: str) -> str:
     """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    peers = {"time_x_hf": "Hugging Face's time", "time_x_liger": "Hugging Face's with Liger"}
+    peers = {"time_x_hf": "the time of Hugging Face's", "time_x_liger": "that of Hugging Face's with Liger"}
     timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
     if not timed:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
-    return f"At {row['tokens'] // 1024}K tokens a wholly tiled layer takes {ratios} ({results.device})."
+    return f"At {row['tokens'] // 1024}K tokens a layer with `layer=True` takes {ratios}{on(results.device, named)}"

@@ -155,12 +155,17 @@ def count_of_right(rows: list[Row]) -> str:
 def findings(rows: list[Row]) -> list[str]:
     """Returns paragraphs on checks: every wrong one, and what nothing judges."""
     wrong = [row for row in rows if row.get("right") is False]
-    lines = [[row["what"], row["error"], f"{float(row['allowed']):.1e}"] for row in wrong if "error" in row]
-    lines += [[row["what"], row.get("why", ""), ""] for row in wrong if "error" not in row]
     found = [row for row in rows if "right" not in row and not row["what"].endswith(": begins")]
     said = [f"- {words_of(row)}" for row in found if not isinstance(row.get("says"), list)]
-    parts = [table([["wrong", "error", "allowed"], *lines], words=2)] if lines else []
+    parts = [table([["wrong", "error", "allowed"], *map(wrong_cells, wrong)], words=2)] if wrong else []
     return [*parts, "\n".join(said)] if said else parts
+
+
+def wrong_cells(row: Row) -> list[str]:
+    """What is wrong, its error or why there is none, and the error that is allowed."""
+    if "error" not in row:
+        return [row["what"], row.get("why", ""), ""]
+    return [row["what"], f"{float(row['error']):.1e}", f"{float(row['allowed']):.1e}"]
 
 
 def words_of(row: Row) -> str:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from benchmark import pages, plan_pages, predicted_times, readme
+from benchmark import gpu_page, pages, plan_pages, predicted_times, readme
 from benchmark.results import Results, SubjectResults, load, save
 from benchmark.shapes import K
 
@@ -83,21 +83,44 @@ def test_checks_that_are_right_or_wrong(tmp_path: Path) -> None:
     said = " ".join(readme.paragraph(tmp_path).split())
     longest, default, peers = (readme.longest()[label] for label in (readme.BEST, readme.DEFAULT, readme.BEST_OF_PEERS))
     assert said == (
-        f"**Predicted, not measured: {longest:,} tokens of Llama-3.1-8B with LoRA fit in 64 GiB**, four fifths of an "
-        "80 GiB GPU, with all options on and 211 GiB of host memory (calculated). Without options it is predicted to "
-        f"reach {default:,}. Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {peers:,}. All 3 "
-        "[checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu) pass (MADE UP GPU)."
+        f"**Predicted, not measured: {longest:,} tokens of Llama-3.1-8B with LoRA fit in 64 GiB** (four fifths of an "
+        "80 GiB GPU) with all options on, and with 211 GiB of host memory, which is calculated. seqtile without "
+        f"options should reach {default:,}. Liger, DeepSpeed's tiled MLP and offload together are predicted to reach "
+        f"{peers:,}. All 3 [checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu) pass (MADE UP GPU)."
     )
-    page = pages.gpu(tmp_path)
-    assert "**Kernels**: 1 of 1 checks are right (MADE UP GPU" in page and "- peak 12.00 GiB, planned 11.00" in page
-    assert "- sdpa: case a head group, chooses CUDNN_ATTENTION" in page
+    page = gpu_page.block(tmp_path)
+    assert "| kernels | 1 of 1 | MADE UP GPU, 2000-01-01, abc |" in page and "wrong" not in page
     assert (
         "stays free; not measured." in " ".join(readme.caption(tmp_path).split()) and not readme.measured(tmp_path)[0]
     )
     made_up(tmp_path, "right", "right", **RIGHT | {"kernels": [check("one kernel", False)]})
     said = " ".join(readme.paragraph(tmp_path).split())
     assert "**1 of 3 [checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu) fail**" in said
-    assert "| one kernel | nan | 1.0e+00 |" in pages.gpu(tmp_path)
+    page = gpu_page.block(tmp_path)
+    assert "| kernels | one kernel | nan | 1.0e+00 |" in page and "| kernels | 0 of 1 |" in page
+
+
+def test_attention_and_few_steps(tmp_path: Path) -> None:
+    """Tables: which kernel computed a long row, whether it was right, and losses beside the untiled model's."""
+    case = "attention, 2,000 tokens, 4 heads"
+    timed_row = {"what": case, "sdpa": "CUDNN_ATTENTION", "seconds": 6.81, "peak_gb": 9.7}
+    wrong = [check(f"{case}, CUDNN_ATTENTION: {name}", False) for name in ("output", "gradient of q")]
+    wrong[0]["error"] = "2.0"  # NaN is worse
+    steps = [
+        {"what": "untiled", "losses": [3.0, 2.0], "peak_bytes": 2**31, "seconds": 0.5},
+        {"what": "first step", "found": "equal", "layers": 2, "width": 64, "tokens": 300, "dtype": "bfloat16"},
+        {"what": "seqtile", "losses": [3.0, 2.5], "peak_bytes": 2**30, "seconds": 0.25},
+        {"what": "plan", "planned_bytes": 2**29, "of": 2**30},
+        {"what": "loss of step 2, from the truth", "seqtile": 0.02, "untiled": 0.01},
+    ]
+    rows = {"long__attention": [timed_row, check(f"{case}, CUDNN_ATTENTION: output")]}
+    made_up(tmp_path, "right", "right", **rows, few__steps=[*steps, check("g")], cuDNN__by__itself=[timed_row, *wrong])
+    page = gpu_page.block(tmp_path)
+    assert "| long attention | 1 of 1 |" in page and "| cuDNN by itself | 0 of 2 |" in page
+    assert "| 2,000 | 4 | cuDNN | yes | 6.8 | 9.7 |" in page
+    assert "| 2,000 | 4 | cuDNN, without seqtile | no: gradient of q, relative error nan | 6.8 | 9.7 |" in page
+    assert "| loss, step 2 | 2 | 2.5 |" in page and "| loss of step 2, distance from float32's | 1.0% | 2.0% |" in page
+    assert "| peak, GiB | 2.00 | 1.00 |" in page and "| planned, GiB |  | 0.50 |" in page
 
 
 def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
@@ -105,13 +128,15 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
     said = " ".join(readme.paragraph(tmp_path).split())
-    assert "takes 0.79 x Hugging Face's time and 0.95 x Hugging Face's with Liger (MADE UP GPU)." in said
+    assert "takes 0.79 x the time of Hugging Face's and 0.95 x that of Hugging Face's with Liger (MADE UP GPU)." in said
     predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
     core = 1e3 * 9 * 4096**2 * 4096 / 800e12
     assert found["liger"] is None and found["seqtile_layer"] == pytest.approx(found["huggingface"], rel=1e-3)
     assert 9 + core < found["huggingface"] < 13 + core
-    assert f"| huggingface | 24.0 / {found['huggingface']:.1f} = " in pages.gpu(tmp_path)
+    page, ratio = gpu_page.block(tmp_path), 19 / found["seqtile_layer"]
+    assert "| Hugging Face | 24.0 ms, 1.00 GiB |" in page and "| Liger | 20.0 ms, 1.00 GiB |" in page
+    assert f"| seqtile, whole layer | 0.95 / 15.20 / {ratio:.2f} |" in page
     assert not predicted_times.add_predictions(load(file))
 
 
@@ -138,4 +163,5 @@ def test_measured_lengths(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "Nothing has run on a GPU" not in text and "819,200" not in text
     assert WHERE in (tmp_path / readme.PICTURE).read_text()
-    assert "| seqtile_head_groups_offload_lora |" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "| seqtile, whole layer, head chunks, offload, LoRA | " in page

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from benchmark import pictures, report, rows
-from benchmark.pages import blocks, measured_on_gpu
+from benchmark.gpu_page import comparisons
+from benchmark.pages import blocks
 from benchmark.results import Results, SubjectResults, load, newest, save
 from benchmark.run import SUBJECTS, file_of, name_of
 from matplotlib import image
@@ -73,36 +74,29 @@ def test_ratios(results: Results) -> None:
 
 
 def lines_of(results: Results) -> list[str]:
-    return "\n\n".join(measured_on_gpu(results, Path("nvidia-h200-2026-11-21.json"))).splitlines()
+    return "\n\n".join(comparisons(results, Path("nvidia-h200-2026-11-21.json"))).splitlines()
 
 
 def test_what_pages_would_show(results: Results) -> None:
     lines, text = lines_of(results), "\n".join(lines_of(results))
     assert set(lines) >= {
         "| The MLP, checkpointed | 8K | 64K |",
-        "| huggingface | x 4.00, 8.00 | out of memory |",
-        "| seqtile | x 2.00, 2.00 | x 1.25, 3.00 |",
-        "| cce |  | absent |",
-        "| liger |  |  | absent |  |  |  |  |  |  |",
+        "| Hugging Face | 40.0 ms, 8.00 GiB | out of memory |",
+        "| seqtile | 20.0 ms, 2.00 GiB | 100.0 ms, 3.00 GiB |",
+        "| Time over Liger's / that of its matmuls | 8K | 64K |",
+        "| seqtile | 0.80 / 2.00 | 0.25 / 1.25 |",
+        "| Liger | absent |  |  |  |  |  |  |",
     }
+    assert not any("CCE" in line for line in lines)  # which was not installed
     ladder = [line.split(" | ") for line in lines if "| 6,467 | 50% |" in line]
-    assert [line[:5] for line in ladder] == [
-        ["| huggingface", "", "", "61,440", "63,488"],
-        ["| seqtile_loss", "a, b", "57", "> 61,440", ""],
+    assert [line[:3] for line in ladder] == [
+        ["| Hugging Face", "61,440", "63,488"],
+        ["| seqtile, loss (57 GiB of a, b in host memory)", "> 61,440", ""],
     ]
     assert all(float(peak) > 0 and float(planned) > 0 for *_, peak, planned, _, _, _ in ladder)
-    assert "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234" in text
-    assert "from 64K tokens on one repeat" in text and "over Hugging Face's with Liger's" not in text
+    assert "**NVIDIA H200, memory limited to 80 GB**, 2026-11-21, commit abc1234; driver 580.1, torch 2.11. Its" in text
+    assert "of forward and backward, from 64K tokens on of one repeat; peak" in text
     assert "quack" not in text and "(../benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
-
-
-def test_a_layer_over_liger(results: Results) -> None:
-    """Ratios by length; none where Liger has no figure."""
-    results.subjects["decoder_layer"] = results.subjects.pop("gated_mlp")
-    results.subjects["decoder_layer"].rows[5] = entry("liger", 64 * K, "out of memory", why="")
-    lines = lines_of(results)
-    at = lines.index("| Time of a layer over Hugging Face's with Liger's kernels | 8K | 64K |")
-    assert lines[at + 2 : at + 4] == ["| seqtile | 0.80 |  |", ""]
 
 
 def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
@@ -115,10 +109,10 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     needs_two = entry("seqtile", 8 * K, "absent", "llama3_8b 32/8", group_size=1)
     results.subjects["ulysses"] = SubjectResults("abc1234", 1.0, 800.0, 4300.0, [needs_two])
     lines = lines_of(results)
-    assert "| cce |  | wrong, error 3e+00 |" in lines
+    assert "| CCE |  | wrong, error 3e+00 |" in lines
     assert all(
         part in "\n".join(lines)
-        for part in ("commit None and abc1234; 800 TFLOP/s", "| Longest sequence, llama3_8b, 80 GB |")
+        for part in ("commit None and abc1234; driver", "reach 800 TFLOP/s", "| Longest sequence in 80 GB |")
     )
     report.print_tables(results)
     save(results, tmp_path / "a.json")
@@ -189,7 +183,7 @@ def test_files(results: Results, tmp_path: Path) -> None:
     save(results, tmp_path / "c.json")
     assert newest(tmp_path) == tmp_path / "c.json" and newest(tmp_path, gpu=True) == tmp_path / "b.json"
     assert newest(tmp_path, subject="ulysses") is None
-    assert blocks(tmp_path)["gpu"].startswith("NVIDIA H200, driver")
+    assert blocks(tmp_path)["gpu"].startswith("**NVIDIA H200**, ")
     results.subjects["gated_mlp"].matmul_tflops = float("nan")
     with pytest.raises(ValueError):
         save(results, tmp_path / "c.json")

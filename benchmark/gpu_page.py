@@ -1,0 +1,204 @@
+"""What docs/benchmarks.md shows of a GPU: checks first, then times and memory of each benchmark beside the others'."""
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+
+from benchmark import readme, report
+from benchmark.gpu_day import CHECKS
+from benchmark.markdown import table
+from benchmark.pictures import TITLES, name_of
+from benchmark.report import GIB, figure
+from benchmark.results import Results, Row, load, newest
+
+UNMEASURED = "Not yet measured on a GPU."
+SHAPE = "llama3_8b"
+OTHERS = ("cuDNN by itself",)
+"""Checks of what seqtile works around, which do not count as its own."""
+KERNELS = {"CUDNN_ATTENTION": "cuDNN", "FLASH_ATTENTION": "FlashAttention", "EFFICIENT_ATTENTION": "efficient"}
+LONGEST = {
+    "tokens": "measured",
+    "predicted": "predicted",
+    "peak, GiB": "its peak, GiB",
+    "planned": "planned",
+    "layers run": "layers run",
+    "tokens/s": "tokens/s",
+    "of matmul rate": "utilisation",
+}
+"""Columns, by the names of `report.longest_cells`."""
+
+
+def block(directory: Path) -> str:
+    files: dict[Path, list[str]] = {}
+    for subject in (*TITLES, "model_step"):
+        if (file := newest(directory, subject=subject, gpu=True)) is not None:
+            files.setdefault(file, []).append(subject)
+    parts = checks(directory)
+    for file, subjects in files.items():
+        results = load(file)
+        results.subjects = {name: results.subjects[name] for name in subjects}
+        parts += comparisons(results, file)
+    return "\n\n".join(parts) or UNMEASURED
+
+
+def checks(directory: Path) -> list[str]:
+    """Paragraphs: how many are right, which are not, and the figures of attention and of few steps."""
+    found = readme.checks_of(directory, (*CHECKS, *OTHERS))
+    if not found:
+        return []
+    counts, wrong = [], []
+    for results, part, rows in found:
+        judged = [row["right"] for row in rows if "right" in row]
+        about = [results.device, results.date, str(results.subjects[part].commit)]
+        counts.append([part, f"{sum(judged)} of {len(judged)}", ", ".join(about)])
+        in_table = tuple(f"{row['what']}, " for row in rows if is_attention(row))
+        wrong += [[part, *report.wrong_cells(row)] for row in rows if is_wrong(row, except_of=in_table)]
+    parts = [table([["checks", "right", "on, date, commit"], *counts], words=3)]
+    parts += [table([["checks", "wrong", "error", "allowed"], *wrong], words=3)] if wrong else []
+    parts += attention(found)
+    return parts + [text for _, part, rows in found if part == "few steps" for text in few_steps(rows)]
+
+
+def is_wrong(row: Row, except_of: tuple[str, ...]) -> bool:
+    return row.get("right") is False and not row["what"].startswith(except_of)
+
+
+def is_attention(row: Row) -> bool:
+    return row["what"].startswith("attention, ") and "seconds" in row
+
+
+def attention(found: list[tuple[Results, str, list[Row]]]) -> list[str]:
+    """Long rows, by sdpa's kernel."""
+    lines = []
+    for _, part, rows in found:
+        for row in filter(is_attention, rows):
+            _, *case = row["what"].split(", ")
+            kernel = KERNELS.get(row["sdpa"], row["sdpa"]) + (", without seqtile" if part in OTHERS else "")
+            about = [kernel, verdict(row["what"], rows), f"{row['seconds']:.1f}", f"{row['peak_gb']:.1f}"]
+            lines.append([each.partition(" ")[0] for each in case] + about)
+    if not lines:
+        return []
+    about = "**Attention** of one long row, forward and backward, with the kernel that sdpa chose:"
+    return [about, table([["tokens", "heads", "kernel", "right", "s", "peak, GB"], *lines], words=4)]
+
+
+def verdict(what: str, rows: list[Row]) -> str:
+    """Whether all checks of a case are right; else the worst one and its error."""
+    wrong = [row for row in rows if row["what"].startswith(f"{what}, ") and row.get("right") is False]
+    errors = {row["what"].rpartition(": ")[2]: float(row.get("error", "nan")) for row in wrong}
+    if not errors:
+        return "yes"
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else inf)
+    return f"no: {worst}, relative error {errors[worst]:.2g}"
+
+
+def few_steps(rows: list[Row]) -> list[str]:
+    """Losses, time and peak of a model of few layers, tiled and untiled."""
+    by_name = {row["what"]: row for row in rows}
+    columns = [name for name in ("untiled", "seqtile") if name in by_name]
+    if len(columns) < 2 or "first step" not in by_name:
+        return []
+    runs, about = [by_name[name] for name in columns], by_name["first step"]
+    steps = range(len(runs[0]["losses"]))
+    losses = [[f"loss, step {i + 1}", *(f"{run['losses'][i]:.4g}" for run in runs)] for i in steps]
+    far = [
+        [row["what"].replace("from the truth", "distance from float32's"), *(f"{row[name]:.1%}" for name in columns)]
+        for row in rows
+        if "right" not in row and row["what"].endswith("from the truth")
+    ]
+    lines = losses + far + [["s a step", *(f"{run['seconds']:.3f}" for run in runs)]]
+    lines += [["peak, GiB", *(f"{run['peak_bytes'] / GIB:.2f}" for run in runs)]]
+    if "plan" in by_name:
+        lines += [["planned, GiB", "", f"{by_name['plan']['planned_bytes'] / GIB:.2f}"]]
+    title = (
+        f"**Three steps** of a Llama of {about['layers']} layers, {about['width']:,} wide, on {about['tokens']:,} "
+        f"tokens in {about['dtype']}; seqtile with all options. A step changes each weight by 2 %, so differences grow:"
+    )
+    return [title, table([["", *columns], *lines])]
+
+
+def comparisons(results: Results, file: Path) -> list[str]:
+    """Paragraphs on the subjects that were measured."""
+    parts = [machine(results)]
+    for subject, title in TITLES.items():
+        rows = [row for row in results.rows(subject) if row.get("shape") == SHAPE]
+        if rows := [row for row in rows if row["status"] not in ("no time left", "absent")]:
+            parts += [by_length(title, rows, time_and_peak), *ratios(rows)]
+            parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
+    if rows := results.rows("model_step"):
+        parts += [longest_sequences(rows), f"![The longest sequences]({_picture(file, 'longest')})"]
+    return parts
+
+
+def machine(results: Results) -> str:
+    """On what was measured, and how to read the tables below."""
+    found, versions = results.subjects.values(), results.machine.get("versions", {})
+    named = [f"{name} {version}" for name, version in versions.items() if version != "absent"]
+    limit = f", memory limited to {results.memory_limit_gb:g} GB" if results.memory_limit_gb else ""
+    commits = " and ".join(dict.fromkeys(str(subject.commit) for subject in found))
+    matmuls, copies = ([getattr(subject, name) or 0 for subject in found] for name in ("matmul_tflops", "copy_gbs"))
+    about = (
+        f"**{results.device}{limit}**, {results.date}, commit {commits}; driver "
+        f"{results.machine.get('driver_version', '?')}, {', '.join(named)}. Its matmuls reach {max(matmuls):,.0f} "
+        f"TFLOP/s, its copies {max(copies):,.0f} GB/s."
+    )
+    if not set(TITLES) & set(results.subjects):
+        return about
+    once = [row["tokens"] for name in TITLES for row in results.rows(name) if row.get("rounds") == 1]
+    repeat = f", from {min(once) // 1024}K tokens on of one repeat" if once else ""
+    return f"{about} Shapes of Llama-3.1-8B in bfloat16: ms of forward and backward{repeat}; peak GiB above the inputs."
+
+
+def by_length(title: str, rows: list[Row], cell: Callable[[Row], str]) -> str:
+    """A table with a row for each contestant and a column for each length."""
+    lengths = sorted({row["tokens"] for row in rows})
+    cells = {(row["contestant"], row["tokens"]): cell(row) for row in rows}
+    header = [title, *(f"{tokens // 1024}K" for tokens in lengths)]
+    contestants = dict.fromkeys(row["contestant"] for row in rows)
+    return table([header, *([name_of(one), *(cells.get((one, n), "") for n in lengths)] for one in contestants)])
+
+
+def time_and_peak(row: Row) -> str:
+    if "both_ms" not in row:
+        return row["status"] + (f", error {row['error']:.0e}" if "error" in row and row["status"] == "wrong" else "")
+    return f"{row['both_ms']:,.1f} ms, {row['peak_bytes'] / GIB:.2f} GiB"
+
+
+def over_prediction(row: Row) -> Row:
+    return {"time_x_predicted": row["both_ms"] / row["predicted_ms"]} if "predicted_ms" in row else {}
+
+
+def ratios(rows: list[Row]) -> list[str]:
+    """A table of seqtile's times over other times, if there are any."""
+    others = {"Liger's": "time_x_liger", "that of its matmuls": "time_x_floor", "predicted": "time_x_predicted"}
+    ours = [row for row in rows if row["contestant"].startswith("seqtile") and "both_ms" in row]
+    ours = [row | over_prediction(row) for row in ours]
+    shown = {name: key for name, key in others.items() if any(key in row for row in ours)}
+    if not shown:
+        return []
+    title = f"Time over {' / '.join(shown)}".replace("predicted", "[predicted](#predicted-not-measured)")
+    return [by_length(title, ours, lambda row: " / ".join(figure(row.get(key)) or "-" for key in shown.values()))]
+
+
+def longest_sequences(rows: list[Row]) -> str:
+    """The longest sequence of each method, with its peak beside the plan's."""
+    first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
+    title = f"Longest sequence in {first['limit_bytes'] / 1e9:,.3g} GB"
+    lines = []
+    for row in rows:
+        cells = report.longest_cells(row)[-1]
+        name = name_of(row["contestant"])
+        if cells.get("GiB there"):
+            name += f" ({cells['GiB there']} GiB of {cells['in host memory']} in host memory)"
+        lines.append([name, *(cells.get(key, "") for key in LONGEST.values())])
+    about = (
+        "Of Llama-3.1-8B. `>`: time was up before memory was full. Only the layers in *layers run* computed "
+        "anything; of the others memory was reserved. *Predicted* and *planned* are by `seqtile.memory`: the longest "
+        "sequence, and the peak at the measured length. *tokens/s* are those of all 32 layers, if each takes as long "
+        "as those that ran; *of matmul rate* is the model's FLOPs a second over those of large matmuls."
+    )
+    return f"{table([[title, *LONGEST], *lines])}\n\n{about}"
+
+
+def _picture(file: Path, name: str) -> str:
+    return f"../benchmark/results/{file.stem}-{name}.png"

@@ -13,14 +13,22 @@ from benchmark.results import Results, Row, load, newest
 
 UNMEASURED = "Not yet measured on a GPU."
 SHAPE = "llama3_8b"
+PEERS = {
+    "liger-kernel": "liger",
+    "deepspeed": "deepspeed",
+    "cut-cross-entropy": "cce",
+    "quack-kernels": "quack",
+    "trl": "trl",
+}
+"""The contestants of packages that are named only where they were compared."""
 OTHERS = ("cuDNN by itself",)
 """Checks of what seqtile works around, which do not count as its own."""
 KERNELS = {"CUDNN_ATTENTION": "cuDNN", "FLASH_ATTENTION": "FlashAttention", "EFFICIENT_ATTENTION": "efficient"}
 LONGEST = {
     "tokens": "measured",
-    "predicted": "predicted",
+    "predicted tokens": "predicted",
     "peak, GiB": "its peak, GiB",
-    "planned": "planned",
+    "predicted peak": "planned",
     "layers run": "layers run",
     "tokens/s": "tokens/s",
     "of matmul rate": "utilisation",
@@ -50,7 +58,9 @@ def checks(directory: Path) -> list[str]:
     for results, part, rows in found:
         judged = [row["right"] for row in rows if "right" in row]
         about = [results.device, results.date, str(results.subjects[part].commit)]
-        counts.append([part, f"{sum(judged)} of {len(judged)}", ", ".join(about)])
+        counts.append(
+            [part + ", without seqtile" * (part in OTHERS), f"{sum(judged)} of {len(judged)}", ", ".join(about)]
+        )
         in_table = tuple(f"{row['what']}, " for row in rows if is_attention(row))
         wrong += [[part, *report.wrong_cells(row)] for row in rows if is_wrong(row, except_of=in_table)]
     parts = [table([["checks", "right", "on, date, commit"], *counts], words=3)]
@@ -74,12 +84,12 @@ def attention(found: list[tuple[Results, str, list[Row]]]) -> list[str]:
         for row in filter(is_attention, rows):
             _, *case = row["what"].split(", ")
             kernel = KERNELS.get(row["sdpa"], row["sdpa"]) + (", without seqtile" if part in OTHERS else "")
-            about = [kernel, verdict(row["what"], rows), f"{row['seconds']:.1f}", f"{row['peak_gb']:.1f}"]
+            about = [kernel, verdict(row["what"], rows), f"{row['seconds']:.1f}", f"{row['peak_gb'] * 1e9 / GIB:.1f}"]
             lines.append([each.partition(" ")[0] for each in case] + about)
     if not lines:
         return []
-    about = "**Attention** of one long row, forward and backward, with the kernel that sdpa chose:"
-    return [about, table([["tokens", "heads", "kernel", "right", "s", "peak, GB"], *lines], words=4)]
+    about = "**Attention** of one long row, forward and backward, one call, with the kernel that sdpa chose:"
+    return [about, table([["tokens", "heads", "kernel", "right", "s", "peak, GiB"], *lines], words=4)]
 
 
 def verdict(what: str, rows: list[Row]) -> str:
@@ -106,7 +116,7 @@ def few_steps(rows: list[Row]) -> list[str]:
         for row in rows
         if "right" not in row and row["what"].endswith("from the truth")
     ]
-    lines = losses + far + [["s a step", *(f"{run['seconds']:.3f}" for run in runs)]]
+    lines = losses + far + worst_gradient(rows) + [["s, last step", *(f"{run['seconds']:.3f}" for run in runs)]]
     lines += [["peak, GiB", *(f"{run['peak_bytes'] / GIB:.2f}" for run in runs)]]
     if "plan" in by_name:
         lines += [["planned, GiB", "", f"{by_name['plan']['planned_bytes'] / GIB:.2f}"]]
@@ -117,36 +127,62 @@ def few_steps(rows: list[Row]) -> list[str]:
     return [title, table([["", *columns], *lines])]
 
 
+def worst_gradient(rows: list[Row]) -> list[list[str]]:
+    """The gradient of the first step that is furthest from float32's; allowed is twice the untiled model's distance."""
+    found = [row for row in rows if row["what"].startswith("gradients of ") and "error" in row]
+    return [
+        ["step 1, worst gradient, distance from float32's", *(f"{100 * error:.1f}%" for error in (theirs, ours))]
+        for row in found
+        for theirs, ours in [(row["allowed"] / 2, float(row["error"]))]
+    ]
+
+
 def comparisons(results: Results, file: Path) -> list[str]:
     """Paragraphs on the subjects that were measured."""
     parts = [machine(results)]
     for subject, title in TITLES.items():
         rows = [row for row in results.rows(subject) if row.get("shape") == SHAPE]
-        if rows := [row for row in rows if row["status"] not in ("no time left", "absent")]:
+        late = sorted({row["tokens"] for row in rows if row["status"] == "no time left"})
+        if rows := list(filter(is_shown, rows)):
             parts += [by_length(title, rows, time_and_peak), *ratios(rows)]
+            parts += [f"No time was left for {', '.join(f'{n // 1024}K' for n in late)} tokens."] if late else []
             parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
     if rows := results.rows("model_step"):
         parts += [longest_sequences(rows), f"![The longest sequences]({_picture(file, 'longest')})"]
     return parts
 
 
+def is_shown(row: Row) -> bool:
+    return row["status"] not in ("no time left", "absent")
+
+
 def machine(results: Results) -> str:
     """On what was measured, and how to read the tables below."""
     found, versions = results.subjects.values(), results.machine.get("versions", {})
-    named = [f"{name} {version}" for name, version in versions.items() if version != "absent"]
+    compared = {row["contestant"].partition("_")[0] for subject in found for row in subject.rows if is_shown(row)}
+    named = [
+        f"{name} {version}"
+        for name, version in versions.items()
+        if version != "absent" and (name not in PEERS or PEERS[name] in compared)
+    ]
     limit = f", memory limited to {results.memory_limit_gb:g} GB" if results.memory_limit_gb else ""
     commits = " and ".join(dict.fromkeys(str(subject.commit) for subject in found))
     matmuls, copies = ([getattr(subject, name) or 0 for subject in found] for name in ("matmul_tflops", "copy_gbs"))
     about = (
         f"**{results.device}{limit}**, {results.date}, commit {commits}; driver "
-        f"{results.machine.get('driver_version', '?')}, {', '.join(named)}. Its matmuls reach {max(matmuls):,.0f} "
-        f"TFLOP/s, its copies {max(copies):,.0f} GB/s."
+        f"{results.machine.get('driver_version', '?')}, {', '.join(named)}. A large square matmul ran at "
+        f"{max(matmuls):,.0f} TFLOP/s, a copy at {max(copies):,.0f} GB/s."
     )
     if not set(TITLES) & set(results.subjects):
         return about
     once = [row["tokens"] for name in TITLES for row in results.rows(name) if row.get("rounds") == 1]
     repeat = f", from {min(once) // 1024}K tokens on of one repeat" if once else ""
-    return f"{about} Shapes of Llama-3.1-8B in bfloat16: ms of forward and backward{repeat}; peak GiB above the inputs."
+    return (
+        f"{about} Shapes of Llama-3.1-8B in bfloat16: ms of forward and backward{repeat}; peak GiB above the inputs. "
+        "Below each table is seqtile's time as a multiple of others: Liger's; what its matmuls would take at the "
+        "rate of the square one (some are faster, so below 1 is possible); and [predicted](#predicted-not-measured), "
+        "here at the rates of this run and with the core of attention."
+    )
 
 
 def by_length(title: str, rows: list[Row], cell: Callable[[Row], str]) -> str:
@@ -176,26 +212,28 @@ def ratios(rows: list[Row]) -> list[str]:
     shown = {name: key for name, key in others.items() if any(key in row for row in ours)}
     if not shown:
         return []
-    title = f"Time over {' / '.join(shown)}".replace("predicted", "[predicted](#predicted-not-measured)")
-    return [by_length(title, ours, lambda row: " / ".join(figure(row.get(key)) or "-" for key in shown.values()))]
+    title = f"seqtile's time as a multiple of: {', '.join(shown)}"
+    return [by_length(title, ours, lambda row: ", ".join(figure(row.get(key)) or "-" for key in shown.values()))]
 
 
 def longest_sequences(rows: list[Row]) -> str:
     """The longest sequence of each method, with its peak beside the plan's."""
     first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
-    title = f"Longest sequence in {first['limit_bytes'] / 1e9:,.3g} GB"
+    title = f"Longest sequence in {first['limit_bytes'] / GIB:,.3g} GiB"
     lines = []
     for row in rows:
         cells = report.longest_cells(row)[-1]
         name = name_of(row["contestant"])
         if cells.get("GiB there"):
-            name += f" ({cells['GiB there']} GiB of {cells['in host memory']} in host memory)"
+            name += f" ({cells['in host memory']} in host memory: {cells['GiB there']} GiB, calculated)"
         lines.append([name, *(cells.get(key, "") for key in LONGEST.values())])
     about = (
-        "Of Llama-3.1-8B. `>`: time was up before memory was full. Only the layers in *layers run* computed "
-        "anything; of the others memory was reserved. *Predicted* and *planned* are by `seqtile.memory`: the longest "
-        "sequence, and the peak at the measured length. *tokens/s* are those of all 32 layers, if each takes as long "
-        "as those that ran; *of matmul rate* is the model's FLOPs a second over those of large matmuls."
+        "Of Llama-3.1-8B. `>`: the search ended before memory was full, by time or, where no peak is given, because "
+        "the benchmark itself held memory that the next step needed. Only the layers in *layers run* computed "
+        "anything; of the others GPU memory was reserved, and nothing was copied. *Predicted* is by "
+        "`seqtile.memory`: the longest sequence, and the peak at the measured length. *tokens/s*, at the measured "
+        "length, are those of all 32 layers if each takes as long as those that ran; *of matmul rate* is the model's "
+        "FLOPs a second, without recomputation, over those of a large square matmul."
     )
     return f"{table([[title, *LONGEST], *lines])}\n\n{about}"
 

@@ -82,8 +82,7 @@ def caption(directory: Path = RESULTS) -> str:
     return fill(
         "*One training step of Llama-3.1-8B with LoRA of rank 16 in bfloat16, layers checkpointed, predicted for a GPU "
         f"of {GPU_GIB} GiB, of which a fifth stays free; {measurement}. Grey: other packages, alone and together. "
-        "Solid: with offload, which keeps the layers' inputs in host memory. "
-        "[How it was measured](docs/benchmarks.md#the-longest-sequences).*"
+        "Solid lines: with offload, which keeps the layers' inputs in host memory; dashed: without.*"
     )
 
 
@@ -147,11 +146,12 @@ def sentence_on_length(directory: Path) -> str:
     host = memory.plan(MODEL, seq_len=tokens, **setups()[BEST]).host_bytes / GIB
     title = f"Measured on an {where}" if BEST in ran else "Predicted, not measured"
     text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB** (four fifths of an {GPU_GIB} "
-    text += f"GiB GPU) with all options on, and with {host:.0f} GiB of host memory, which is calculated."
+    text += f"GiB GPU) with all options on, plus a calculated {host:.0f} GiB of host memory."
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
         text += f" {number} of the {layers} layers ran; GPU memory for the other {layers - number} was only reserved "
-        text += "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, a full step takes "
+        text += "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, and without copies to host "
+        text += "memory, a full step takes "
         text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly for attention."
     default = f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"should reach {lengths[DEFAULT]:,}"
     peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."

@@ -46,8 +46,8 @@ def table(results: dict[str, list[Finding] | str], shared: dict[str, str], varle
         f"Of {len(results)} types in transformers {release}, {len(built)} can be built small and run on text. "
         f"Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole layers of "
         f"{count(LAYER)}, and of {groups} in head chunks. Prefixes that rows share are computed once by "
-        f"{sum(one == 'yes' for one in shared.values())}, and attention without masks by "
-        f"{sum(one in ('yes', 'with masks') for one in varlen.values())}.",
+        f"{sum(shared[one] == 'yes' for one in built)}, and attention without masks by "
+        f"{sum(varlen[one] in ('yes', 'with masks') for one in built)}.",
         "",
         "| model type | loss | MLP | experts | whole layers | head chunks | shared prefixes | varlen |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -83,18 +83,18 @@ def test_what_pages_would_show(results: Results) -> None:
         "| The MLP, checkpointed | 8K | 64K |",
         "| Hugging Face | 40.0 ms, 8.00 GiB | out of memory |",
         "| seqtile | 20.0 ms, 2.00 GiB | 100.0 ms, 3.00 GiB |",
-        "| Time over Liger's / that of its matmuls | 8K | 64K |",
-        "| seqtile | 0.80 / 2.00 | 0.25 / 1.25 |",
+        "| seqtile's time as a multiple of: Liger's, that of its matmuls | 8K | 64K |",
+        "| seqtile | 0.80, 2.00 | 0.25, 1.25 |",
         "| Liger | absent |  |  |  |  |  |  |",
     }
     assert not any("CCE" in line for line in lines)  # which was not installed
     ladder = [line.split(" | ") for line in lines if "| 6,467 | 50% |" in line]
     assert [line[:3] for line in ladder] == [
         ["| Hugging Face", "61,440", "63,488"],
-        ["| seqtile, loss (57 GiB of a, b in host memory)", "> 61,440", ""],
+        ["| seqtile, loss (a, b in host memory: 57 GiB, calculated)", "> 61,440", ""],
     ]
     assert all(float(peak) > 0 and float(planned) > 0 for *_, peak, planned, _, _, _ in ladder)
-    assert "**NVIDIA H200, memory limited to 80 GB**, 2026-11-21, commit abc1234; driver 580.1, torch 2.11. Its" in text
+    assert "**NVIDIA H200, memory limited to 80 GB**, 2026-11-21, commit abc1234; driver 580.1, torch 2.11. A large square" in text
     assert "of forward and backward, from 64K tokens on of one repeat; peak" in text
     assert "quack" not in text and "(../benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
 
@@ -112,7 +112,7 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     assert "| CCE |  | wrong, error 3e+00 |" in lines
     assert all(
         part in "\n".join(lines)
-        for part in ("commit None and abc1234; driver", "reach 800 TFLOP/s", "| Longest sequence in 80 GB |")
+        for part in ("commit None and abc1234; driver", "ran at 800 TFLOP/s", "| Longest sequence in 74.5 GiB |")
     )
     report.print_tables(results)
     save(results, tmp_path / "a.json")

@@ -67,7 +67,7 @@ def same_weights(model: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(ours.equal(theirs) for ours, theirs in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("output", ["runs/chat", "runs/qlora"])
+@pytest.mark.parametrize("output", ["runs/chat", "runs/chat4bit"])
 def test_chats(output: str) -> None:
     code, said = on_rank(*options_of(output), "--learning-rate", "0.01")
     assert code == 0 and len(losses(said)) == 6, said

@@ -47,8 +47,8 @@ def test_the_counts_in_readme() -> None:
     _, tried, loss, mlp, layers, _ = (int(found) for found in re.search(COUNTS, PAGE).groups())
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     assert (
-        f"Of [{tried} model types](docs/models.md#the-table) the loss is tiled in {loss}, the MLPs or experts in "
-        f"{mlp}, and whole layers in {layers}"
+        f"Of [{tried} model types](docs/models.md#the-table), each tried as a tiny model, the loss is tiled in {loss}, "
+        f"the MLPs or experts in {mlp}, and whole layers in {layers}"
     ) in readme
 
 

@@ -194,6 +194,16 @@ def test_rows_that_cannot_be_trained(pretrained: Path, tmp_path: Path) -> None:
     save_tiny(bare)
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     assert "has no chat template; pass an instruct model" in refused("--config", options, "--model", bare)
+    tokenizer = AutoTokenizer.from_pretrained(bare)
+    tokenizer.chat_template = CHAT.replace("{{ m['content'] }}", "{% generation %}{% endgeneration %}{{ m['content'] }}")
+    tokenizer.save_pretrained(bare)
+    said = refused("--config", options, "--model", bare, "--assistant-only-loss")
+    assert "TRL cannot take these rows (" in said and "no assistant tokens" in said
+    assert "in every row, under --assistant-only-loss with an assistant's answer" in said
+    chat = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows.write_text(json.dumps({"conversations": chat}))
+    said = refused("--config", options)
+    assert "has the roles human, gpt, which" in said and "expected user for human, assistant for gpt: replace" in said
 
 
 @pytest.mark.full("10 s; what is chosen is among the tests of fitting")

@@ -207,7 +207,7 @@ OWN = "its own number of chunks"
 HEADS: tuple[tuple[str, str, Loss, str], ...] = (
     ("linear_cross_entropy", "seqtile", seqtile_loss, ""),
     ("F.linear_cross_entropy, chunk size chosen", "torch", torch_loss, ""),
-    ("the same, accurate, float32", "torch", partial(torch_loss, **FLOAT32), "acc_policy, acc_dtype"),
+    ("the same, accurate, float32", "torch", partial(torch_loss, **FLOAT32), "float32 within a chunk, not between"),
     ("checkpointed chunks", "torch", checkpointed, "a loop by hand"),
     ("untiled", "torch", untiled, "one piece, for comparison"),
     ("TiledFusedLogitsLoss", "deepspeed", deepspeed_tiled_loss, "mean of shards"),

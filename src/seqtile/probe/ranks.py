@@ -16,7 +16,7 @@ RANKS = 2
 LABEL = 32  # the first token of the second of two shards
 SHIFT = "a shard shifts its own labels: shift before the cut, pass shift_labels"
 SCALE = "0.19.8: x 2.00 with ZeRO-0 and -2, x 1.00 with -3; its issue 5248"
-REFUSED = "the tutorial of later versions says that it is refused"
+REFUSED = "later releases refuse it, says their tutorial"
 
 
 def one_label() -> dict[str, Tensor]:

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, load_dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import get_dataset, is_conversational
+from trl import get_dataset
 
 from seqtile.recipes import HUB_NAME, check_path, read_text
 from seqtile.recipes.options import FinetuneOptions
@@ -18,6 +19,8 @@ from seqtile.recipes.pretrained import read_of
 
 TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 LISTED = 10  # skipped files, of more
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+"""Roles of chats with `from` and `value`, and what templates call them. TRL renames the keys, not the roles."""
 
 
 def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None, str]:
@@ -62,11 +65,25 @@ def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tu
     if columns and not any(each <= set(columns) for each in known):
         expected = "expected messages, prompt with completion, or text"
         raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
-    if is_conversational(next(iter(rows), {})) and not (tokenizer.chat_template or training.chat_template_path):
-        lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"
-        raise ValueError(f"--data: {names[0]} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
+    check_chats(next(iter(rows), {}), names[0], asked, tokenizer)
     length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
     return rows, splits[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
+
+
+def check_chats(row: dict[str, Any], name: str, asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if a row is a chat that no template renders: there is none, or it does not know the roles."""
+    columns = [row.get(key) for key in ("messages", "conversations", "prompt", "completion")]
+    messages = [each for column in columns if isinstance(column, list) for each in column if isinstance(each, dict)]
+    roles = dict.fromkeys(str(each.get("role", each.get("from"))) for each in messages)
+    if unknown := [role for role in roles if role in SHAREGPT]:
+        expected = ", ".join(f"{SHAREGPT[role]} for {role}" for role in unknown)
+        raise ValueError(
+            f"--data: {name} has the roles {', '.join(unknown)}, which chat templates leave out or write down as they "
+            f"are; expected {expected}: replace them in the file"
+        )
+    if messages and not (tokenizer.chat_template or asked.training.chat_template_path):
+        lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"
+        raise ValueError(f"--data: {name} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
 
 
 def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[np.ndarray, list[str]]:

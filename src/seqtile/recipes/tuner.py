@@ -62,8 +62,9 @@ class Tuner(SFTTrainer):
     def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._prepare_dataset(*args, **kwargs)
-        except (AttributeError, LookupError, TypeError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             expected = "expected text, messages, or a prompt and a completion in every row"
+            expected += ", under --assistant-only-loss with an assistant's answer"
             raise ValueError(f"--data: TRL cannot take these rows ({in_brief(error)}); {expected}") from error
 
     def _save(self, *args: Any, **kwargs: Any) -> None:

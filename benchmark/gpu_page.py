@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmark import readme, report
 from benchmark.gpu_day import CHECKS
 from benchmark.markdown import table
-from benchmark.pictures import TITLES, name_of
+from benchmark.pictures import TITLES, has_picture, name_of
 from benchmark.report import GIB, figure
 from benchmark.results import Results, Row, load, newest
 
@@ -146,7 +146,7 @@ def comparisons(results: Results, file: Path) -> list[str]:
         if rows := list(filter(is_shown, rows)):
             parts += [by_length(title, rows, time_and_peak), *ratios(rows)]
             parts += [f"No time was left for {', '.join(f'{n // 1024}K' for n in late)} tokens."] if late else []
-            parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
+            parts += [f"![{title}]({_picture(file, subject)})"] if has_picture(rows) else []
     if rows := results.rows("model_step"):
         parts += [longest_sequences(rows), f"![The longest sequences]({_picture(file, 'longest')})"]
     return parts

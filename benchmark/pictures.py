@@ -49,11 +49,17 @@ def name_of(contestant: str) -> str:
     return ", ".join(WORDS.get(part, part) for part in re.findall("|".join([*WORDS, "[^_]+"]), contestant))
 
 
+def has_picture(rows: list[Row]) -> bool:
+    """Returns whether a subject was timed at more than one length."""
+    return len({row["tokens"] for row in rows if "both_ms" in row}) > 1
+
+
 def draw(results: Results, file: Path) -> list[Path]:
     """PNG files beside the result file, of what it has; their paths."""
     drawn = []
     for subject in TITLES:
-        if rows := [row for row in results.rows(subject) if "both_ms" in row]:
+        rows = [row for row in results.rows(subject) if "both_ms" in row]
+        if has_picture(rows):
             drawn.append(_against_length(results, subject, rows, file))
     if rows := [row for row in results.rows("model_step") if row.get("steps")]:
         drawn.append(_longest(results, rows, file))

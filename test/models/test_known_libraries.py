@@ -321,7 +321,8 @@ def equal_in_chunks(layer: nn.Module, **options: Any) -> bool:
         pairs = zip(whole, results(layer, x, 4, **options), strict=True)
     except (RuntimeError, IndexError, AssertionError):
         return False
-    return all((mine - other).norm() <= 1e-5 * other.norm() for other, mine in pairs)
+    floor = 1e-6 * max(other.norm() for other in whole)  # the sums of a single number's gradient may cancel
+    return all((mine - other).norm() <= 1e-5 * other.norm() + floor for other, mine in pairs)
 
 
 def refusal(layer: nn.Module) -> str | None:

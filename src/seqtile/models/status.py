@@ -192,9 +192,10 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         yield f"batches of up to {lengths} tokens run their {parts} untiled, as without seqtile"
     is_cacheless = any(part is not None and part.tiled for part in (loss, layer))
     if is_cacheless and getattr(model.config.get_text_config(), "use_cache", False):
+        given = "" if layer is not None and layer.tiled else ", given labels,"
         yield (
-            "a training step makes no cache of keys and values, although the config says use_cache=True; so packed "
-            "documents are told apart by their position_ids. Pass a cache if you want one"
+            f"a training step{given} makes no cache of keys and values, although the config says use_cache=True; so "
+            "packed documents are told apart by their position_ids. Pass a cache if you want one"
         )
     if layer is not None and layer.tiled and not is_checkpointed(model):
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"

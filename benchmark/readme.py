@@ -144,18 +144,21 @@ def sentence_on_length(directory: Path) -> str:
     steps = {label: row["steps"][-1] for label, row in ran.items()}
     tokens = steps[BEST]["tokens"] if BEST in ran else lengths[BEST]
     host = memory.plan(MODEL, seq_len=tokens, **setups()[BEST]).host_bytes / GIB
-    title = f"Measured on an {where}" if BEST in ran else "Predicted, not measured"
-    text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB** (four fifths of an {GPU_GIB} "
-    text += f"GiB GPU) with all options on, plus a calculated {host:.0f} GiB of host memory."
+    title, how = "Predicted, not measured", ""
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
-        text += f" {number} of the {layers} layers ran; GPU memory for the other {layers - number} was only reserved "
-        text += "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, and without copies to host "
-        text += "memory, a full step takes "
-        text += f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly for attention."
+        title = f"Measured on an {where}, with {number} of {layers} layers running"
+        how = f" For the other {layers - number} layers, GPU memory was only reserved ([how](docs/benchmarks.md#the-longest-"
+        how += "sequences)). Extrapolated from that, a full step takes "
+        how += (
+            f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly for attention, not counting copies "
+        )
+        how += "to host memory."
+    text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB** (four fifths of an {GPU_GIB} "
+    text += f"GiB GPU) with all options on, plus a calculated {host:.0f} GiB of host memory."
     default = f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"should reach {lengths[DEFAULT]:,}"
     peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
-    return f"{text} seqtile without options {default}. {peers}"
+    return f"{text}{how} seqtile without options {default}. {peers}"
 
 
 def on(device: str, named: str) -> str:
@@ -182,4 +185,4 @@ def sentence_on_time(directory: Path, named: str) -> str:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
-    return f"At {row['tokens'] // 1024}K tokens a layer with `layer=True` takes {ratios}{on(results.device, named)}"
+    return f"A layer with `layer=True` takes, at {row['tokens'] // 1024}K tokens, {ratios}{on(results.device, named)}"

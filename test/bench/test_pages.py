@@ -130,7 +130,8 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
     said = " ".join(readme.paragraph(tmp_path).split())
-    assert "takes 0.79 x the time of Hugging Face's and 0.95 x that of Hugging Face's with Liger (MADE UP GPU)." in said
+    ratios = "0.79 x the time of Hugging Face's and 0.95 x that of Hugging Face's with Liger"
+    assert f"A layer with `layer=True` takes, at 4K tokens, {ratios} (MADE UP GPU)." in said
     predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
     core = 1e3 * 9 * 4096**2 * 4096 / 800e12
@@ -156,8 +157,8 @@ def test_measured_lengths(tmp_path: Path) -> None:
     said = " ".join(readme.caption(results).split())
     assert "stays free; stars: measured on an MADE UP GPU, 2000-01-01. Grey" in said
     said = " ".join(readme.paragraph(results).split())
-    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01: ") and ": 819,200 tokens of" in said
-    assert "2 of the 32 layers ran; GPU memory for the other 30 was only reserved" in said
+    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01, with 2 of 32 layers running: 819,200 tokens of")
+    assert "For the other 30 layers, GPU memory was only reserved" in said
     every = [longest_row(label, tokens) for label, tokens in readme.longest().items() if label in readme.MEASURED_BY]
     made_up(results, "long", "quick", model_step=every)
     copied(tmp_path)

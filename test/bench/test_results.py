@@ -94,7 +94,10 @@ def test_what_pages_would_show(results: Results) -> None:
         ["| seqtile, loss (a, b in host memory: 57 GiB, calculated)", "> 61,440", ""],
     ]
     assert all(float(peak) > 0 and float(planned) > 0 for *_, peak, planned, _, _, _ in ladder)
-    assert "**NVIDIA H200, memory limited to 80 GB**, 2026-11-21, commit abc1234; driver 580.1, torch 2.11. A large square" in text
+    assert (
+        "**NVIDIA H200, memory limited to 80 GB**, 2026-11-21, commit abc1234; driver 580.1, torch 2.11. A large square"
+        in text
+    )
     assert "of forward and backward, from 64K tokens on of one repeat; peak" in text
     assert "quack" not in text and "(../benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
 

@@ -195,7 +195,9 @@ def test_rows_that_cannot_be_trained(pretrained: Path, tmp_path: Path) -> None:
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     assert "has no chat template; pass an instruct model" in refused("--config", options, "--model", bare)
     tokenizer = AutoTokenizer.from_pretrained(bare)
-    tokenizer.chat_template = CHAT.replace("{{ m['content'] }}", "{% generation %}{% endgeneration %}{{ m['content'] }}")
+    tokenizer.chat_template = CHAT.replace(
+        "{{ m['content'] }}", "{% generation %}{% endgeneration %}{{ m['content'] }}"
+    )
     tokenizer.save_pretrained(bare)
     said = refused("--config", options, "--model", bare, "--assistant-only-loss")
     assert "TRL cannot take these rows (" in said and "no assistant tokens" in said

@@ -148,12 +148,12 @@ def sentence_on_length(directory: Path) -> str:
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
         title = f"Measured on an {where}, with {number} of {layers} layers running"
-        how = f" For the other {layers - number} layers, GPU memory was only reserved ([how](docs/benchmarks.md#the-longest-"
-        how += "sequences)). Extrapolated from that, a full step takes "
-        how += (
-            f"{tokens / steps[BEST]['tokens_per_second'] / 60:.0f} minutes, mostly for attention, not counting copies "
+        minutes = tokens / steps[BEST]["tokens_per_second"] / 60
+        how = (
+            f" For the other {layers - number} layers, GPU memory was only reserved "
+            "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, a full step takes "
+            f"{minutes:.0f} minutes, mostly for attention, not counting copies to host memory."
         )
-        how += "to host memory."
     text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB** (four fifths of an {GPU_GIB} "
     text += f"GiB GPU) with all options on, plus a calculated {host:.0f} GiB of host memory."
     default = f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"should reach {lengths[DEFAULT]:,}"

@@ -179,8 +179,8 @@ def machine(results: Results) -> str:
     repeat = f", from {min(once) // 1024}K tokens on of one repeat" if once else ""
     return (
         f"{about} Shapes of Llama-3.1-8B in bfloat16: ms of forward and backward{repeat}; peak GiB above the inputs. "
-        "Below each table is seqtile's time as a multiple of others: Liger's; what its matmuls would take at the "
-        "rate of the square one (some are faster, so below 1 is possible); and [predicted](#predicted-not-measured), "
+        "Below each table is seqtile's time as a multiple of others: Liger's; that of its matmuls at the rate of "
+        "that square matmul (others are faster, so below 1 is possible); and [predicted](#predicted-not-measured), "
         "here at the rates of this run and with the core of attention."
     )
 

@@ -32,7 +32,7 @@ UNITS = (
 KEYS = 2 * 2**20 * 8 * 128 * 2 / 2**30  # of a million tokens, and their values: 8 heads of 128 in bfloat16
 GATHERED = (
     "Accelerate's context parallelism gathers the keys and values of all tokens on every GPU: 4.0 GiB that the plan, "
-    "of attention by heads, does not count. If these are added, the planned peak is {:.1f} GiB."
+    "of attention by heads, does not count. With these, attention peaks at {:.1f} GiB."
 )
 ACCUMULATED = (
     "The post says that the optimizer was on the host. Planned with it on the GPUs, as in the configuration that the "
@@ -182,7 +182,8 @@ def peaks() -> str:
         rows[-1] += [str(texts.index(run.text) + 1) if run.text else ""]
     low, high = worst_misses()
     about = (
-        f"{UNITS} Where no cause is named, a plan is up to {low} % too low, and up to {high} % too high. **So leave "
+        f"{UNITS} Except where a note says what it leaves out, a plan is up to {low} % too low, and up to {high} % "
+        "too high. **So leave "
         f"{'a fifth' if low == 100 * FREE else f'{low} %'} of the memory free.** Notes:"
     )
     notes = [fill(f"{number}. {text}", indent="   ") for number, text in enumerate(texts, 1)]

@@ -218,7 +218,7 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
     "another activation of": {
         MLP: as_activation(*(partial(ACT2FN.__getitem__, name) for name in ("gelu_new", "relu2")))
     },
-    "a class of a model's file": {MLP: as_activation(lambda: Qwen3RMSNorm(48))},
+    "a class of transformers' model files": {MLP: as_activation(lambda: Qwen3RMSNorm(48))},
     "a module of your own class": {
         MLP: as_activation(Mixing),
         LAYER: [in_layer("input_layernorm", lambda _: Mixing())],
@@ -247,7 +247,7 @@ CASES: dict[str, dict[str, list[Change]] | Shown] = {  # beginning of a row -> p
         MLP: [kernelized("mlp.act_fn", "SiLU")],
         LAYER: [kernelized("input_layernorm", "RMSNorm")],
     },
-    "`use_kernels=True`: a module for": {MLP: [kernelized("mlp.act_fn", None)]},
+    "`use_kernels=True`: a module without": {MLP: [kernelized("mlp.act_fn", None)]},
     "`mlp.act_fn = torch.compile": {MLP: [in_layer("mlp.act_fn", torch.compile), *as_function(torch.compile(F.gelu))]},
     "`act_fn.compile()`": {
         MLP: [*(of_each(name, nn.Module.compile) for name in ("mlp.act_fn", "mlp")), in_layer("mlp", torch.compile)]

@@ -32,6 +32,7 @@ arguments = DPOConfig(
     learning_rate=1e-5,  # ten times TRL's default, which is for all parameters
     warmup_steps=0.1,  # of all steps
     logging_steps=1,
+    save_steps=0.1,  # of all steps
     save_total_limit=1,
     use_cpu=not torch.cuda.is_available(),
     report_to="none",

@@ -30,6 +30,7 @@ arguments = TrainingArguments(  # before sp.initialize and the model: it starts 
     lr_scheduler_type="cosine",
     warmup_steps=0.05,  # of all steps
     logging_steps=1,
+    save_steps=0.2,  # of all steps
     save_total_limit=1,
     use_cpu=not torch.cuda.is_available(),
     report_to="none",

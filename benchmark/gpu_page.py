@@ -13,6 +13,7 @@ from benchmark.results import Results, Row, load, newest
 
 UNMEASURED = "Not yet measured on a GPU."
 SHAPE = "llama3_8b"
+MODELS = {SHAPE: "Llama-3.1-8B", "smollm2_135m": "SmolLM2-135M"}
 PEERS = {
     "liger-kernel": "liger",
     "deepspeed": "deepspeed",
@@ -56,11 +57,10 @@ def checks(directory: Path) -> list[str]:
         return []
     counts, wrong = [], []
     for results, part, rows in found:
-        judged = [row["right"] for row in rows if "right" in row]
+        judged, skipped = [row["right"] for row in rows if "right" in row], sum("skipped" in row for row in rows)
+        right = f"{sum(judged)} of {len(judged)}" + (f", {skipped} skipped" if skipped else "")
         about = [results.device, results.date, str(results.subjects[part].commit)]
-        counts.append(
-            [part + ", without seqtile" * (part in OTHERS), f"{sum(judged)} of {len(judged)}", ", ".join(about)]
-        )
+        counts.append([part + ", without seqtile" * (part in OTHERS), right, ", ".join(about)])
         in_table = tuple(f"{row['what']}, " for row in rows if is_attention(row))
         wrong += [[part, *report.wrong_cells(row)] for row in rows if is_wrong(row, except_of=in_table)]
     parts = [table([["checks", "right", "on, date, commit"], *counts], words=3)]
@@ -84,7 +84,12 @@ def attention(found: list[tuple[Results, str, list[Row]]]) -> list[str]:
         for row in filter(is_attention, rows):
             _, *case = row["what"].split(", ")
             kernel = KERNELS.get(row["sdpa"], row["sdpa"]) + (", without seqtile" if part in OTHERS else "")
-            about = [kernel, verdict(row["what"], rows), f"{row['seconds']:.1f}", f"{row['peak_gb'] * 1e9 / GIB:.1f}"]
+            about = [
+                kernel,
+                verdict(f"{row['what']}, {row['sdpa']}: ", rows),
+                f"{row['seconds']:.1f}",
+                f"{row['peak_gb'] * 1e9 / GIB:.1f}",
+            ]
             lines.append([each.partition(" ")[0] for each in case] + about)
     if not lines:
         return []
@@ -92,14 +97,14 @@ def attention(found: list[tuple[Results, str, list[Row]]]) -> list[str]:
     return [about, table([["tokens", "heads", "kernel", "right", "s", "peak, GiB"], *lines], words=4)]
 
 
-def verdict(what: str, rows: list[Row]) -> str:
-    """Whether all checks of a case are right; else the worst one and its error."""
-    wrong = [row for row in rows if row["what"].startswith(f"{what}, ") and row.get("right") is False]
-    errors = {row["what"].rpartition(": ")[2]: float(row.get("error", "nan")) for row in wrong}
+def verdict(case: str, rows: list[Row]) -> str:
+    """Whether all checks that begin so are right; else the worst one and its error."""
+    judged = [row for row in rows if row["what"].startswith(case) and "right" in row]
+    errors = {row["what"].removeprefix(case): float(row["error"]) for row in judged if not row["right"]}
     if not errors:
-        return "yes"
+        return "yes" if judged else "not checked"
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else inf)
-    return f"no: {worst}, relative error {errors[worst]:.2g}"
+    return f"no: {worst}, error {errors[worst]:.2g}"
 
 
 def few_steps(rows: list[Row]) -> list[str]:
@@ -110,28 +115,39 @@ def few_steps(rows: list[Row]) -> list[str]:
         return []
     runs, about = [by_name[name] for name in columns], by_name["first step"]
     steps = range(len(runs[0]["losses"]))
-    losses = [[f"loss, step {i + 1}", *(f"{run['losses'][i]:.4g}" for run in runs)] for i in steps]
-    far = [
-        [row["what"].replace("from the truth", "distance from float32's"), *(f"{row[name]:.1%}" for name in columns)]
-        for row in rows
-        if "right" not in row and row["what"].endswith("from the truth")
-    ]
-    lines = losses + far + worst_gradient(rows) + [["s, last step", *(f"{run['seconds']:.3f}" for run in runs)]]
+    losses = [[float(loss) for loss in run["losses"]] for run in runs]  # of which JSON may have words, such as nan
+    lines = [[f"loss, step {i + 1}", *(f"{each[i]:.4g}" for each in losses)] for i in steps]
+    if "truth" in by_name:
+        truth = [float(loss) for loss in by_name["truth"].get("losses", [])]
+        lines += [far_row(i + 1, [abs(each[i] / truth[i] - 1) for each in losses]) for i in range(len(truth))]
+    for i in steps:  # as older results have it
+        if (row := by_name.get(f"loss of step {i + 1}, from the truth")) and columns[0] in row:
+            lines.append(far_row(i + 1, [float(row[name]) for name in columns]))
+    lines += [*worst_gradient(rows), ["s, last step", *(f"{run['seconds']:.3f}" for run in runs)]]
     lines += [["peak, GiB", *(f"{run['peak_bytes'] / GIB:.2f}" for run in runs)]]
     if "plan" in by_name:
         lines += [["planned, GiB", "", f"{by_name['plan']['planned_bytes'] / GIB:.2f}"]]
     title = (
-        f"**Three steps** of a Llama of {about['layers']} layers, {about['width']:,} wide, on {about['tokens']:,} "
-        f"tokens in {about['dtype']}; seqtile with all options. A step changes each weight by 2 %, so differences grow:"
+        f"**{len(steps)} steps** of a Llama of {about['layers']} layers, {about['width']:,} wide, on "
+        f"{about['tokens']:,} tokens in {about['dtype']}; seqtile with all options. A step changes each weight by 2 %, "
+        "so differences grow:"
     )
     return [title, table([["", *columns], *lines])]
 
 
+def far_row(step: int, distances: list[float]) -> list[str]:
+    return [f"loss of step {step}, distance from float32's", *(f"{distance:.1%}" for distance in distances)]
+
+
 def worst_gradient(rows: list[Row]) -> list[list[str]]:
-    """The gradient of the first step that is furthest from float32's; allowed is twice the untiled model's distance."""
+    """The gradient of the first step that is nearest to what is allowed: twice the untiled model's distance from
+    float32's."""
     found = [row for row in rows if row["what"].startswith("gradients of ") and "error" in row]
     return [
-        ["step 1, worst gradient, distance from float32's", *(f"{100 * error:.1f}%" for error in (theirs, ours))]
+        [
+            "gradient of step 1 nearest to its limit, distance from float32's",
+            *(f"{100 * error:.1f}%" for error in (theirs, ours)),
+        ]
         for row in found
         for theirs, ours in [(row["allowed"] / 2, float(row["error"]))]
     ]
@@ -144,7 +160,7 @@ def comparisons(results: Results, file: Path) -> list[str]:
         rows = [row for row in results.rows(subject) if row.get("shape") == SHAPE]
         late = sorted({row["tokens"] for row in rows if row["status"] == "no time left"})
         if rows := list(filter(is_shown, rows)):
-            parts += [by_length(title, rows, time_and_peak), *ratios(rows)]
+            parts += [by_length(title, rows, time_and_peak), *ratios(rows, has_floor=subject != "shared_tokens")]
             parts += [f"No time was left for {', '.join(f'{n // 1024}K' for n in late)} tokens."] if late else []
             parts += [f"![{title}]({_picture(file, subject)})"] if has_picture(rows) else []
     if rows := results.rows("model_step"):
@@ -159,7 +175,9 @@ def is_shown(row: Row) -> bool:
 def machine(results: Results) -> str:
     """On what was measured, and how to read the tables below."""
     found, versions = results.subjects.values(), results.machine.get("versions", {})
-    compared = {row["contestant"].partition("_")[0] for subject in found for row in subject.rows if is_shown(row)}
+    compared = {
+        each for subject in found for row in subject.rows if is_shown(row) for each in row["contestant"].split("_")
+    }
     named = [
         f"{name} {version}"
         for name, version in versions.items()
@@ -170,15 +188,18 @@ def machine(results: Results) -> str:
     matmuls, copies = ([getattr(subject, name) or 0 for subject in found] for name in ("matmul_tflops", "copy_gbs"))
     about = (
         f"**{results.device}{limit}**, {results.date}, commit {commits}; driver "
-        f"{results.machine.get('driver_version', '?')}, {', '.join(named)}. A large square matmul ran at "
-        f"{max(matmuls):,.0f} TFLOP/s, a copy at {max(copies):,.0f} GB/s."
+        f"{results.machine.get('driver_version', '?')}, {', '.join(named)}."
     )
+    if max(matmuls) and max(copies):
+        about += f" A large square matmul ran at {max(matmuls):,.0f} TFLOP/s, a copy at {max(copies):,.0f} GB/s."
     if not set(TITLES) & set(results.subjects):
         return about
-    once = [row["tokens"] for name in TITLES for row in results.rows(name) if row.get("rounds") == 1]
-    repeat = f", from {min(once) // 1024}K tokens on of one repeat" if once else ""
+    rows = [row for name in TITLES for row in results.rows(name) if row.get("shape") == SHAPE]
+    once = [row["tokens"] for row in rows if row.get("rounds") == 1]
+    repeat = f" (from {min(once) // 1024}K tokens on, of a single repeat)" if once else ""
     return (
         f"{about} Shapes of Llama-3.1-8B in bfloat16: ms of forward and backward{repeat}; peak GiB above the inputs. "
+        '"Whole layer" is `layer=True`, "head chunks" also `head_groups="auto"`. '
         "Below each table is seqtile's time as a multiple of others: Liger's; that of its matmuls at the rate of "
         "that square matmul (others are faster, so below 1 is possible); and [predicted](#predicted-not-measured), "
         "here at the rates of this run and with the core of attention."
@@ -204,9 +225,11 @@ def over_prediction(row: Row) -> Row:
     return {"time_x_predicted": row["both_ms"] / row["predicted_ms"]} if "predicted_ms" in row else {}
 
 
-def ratios(rows: list[Row]) -> list[str]:
-    """A table of seqtile's times over other times, if there are any."""
-    others = {"Liger's": "time_x_liger", "that of its matmuls": "time_x_floor", "predicted": "time_x_predicted"}
+def ratios(rows: list[Row], has_floor: bool) -> list[str]:
+    """A table of seqtile's times over other times, if there are any. `has_floor`: the rows' FLOPs are what each
+    contestant computes."""
+    others = {"Liger's": "time_x_liger", "predicted": "time_x_predicted"}
+    others = {"Liger's": "time_x_liger", "that of its matmuls": "time_x_floor"} | others if has_floor else others
     ours = [row for row in rows if row["contestant"].startswith("seqtile") and "both_ms" in row]
     ours = [row | over_prediction(row) for row in ours]
     shown = {name: key for name, key in others.items() if any(key in row for row in ours)}
@@ -220,6 +243,7 @@ def longest_sequences(rows: list[Row]) -> str:
     """The longest sequence of each method, with its peak beside the plan's."""
     first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
     title = f"Longest sequence in {first['limit_bytes'] / GIB:,.3g} GiB"
+    model = MODELS.get(first["shape"], first["shape"])
     lines = []
     for row in rows:
         cells = report.longest_cells(row)[-1]
@@ -228,14 +252,14 @@ def longest_sequences(rows: list[Row]) -> str:
             name += f" ({cells['in host memory']} in host memory: {cells['GiB there']} GiB, calculated)"
         lines.append([name, *(cells.get(key, "") for key in LONGEST.values())])
     about = (
-        "Of Llama-3.1-8B. `>`: the search ended before memory was full, by time or, where no peak is given, because "
-        "the benchmark itself held memory that the next step needed. Only the layers in *layers run* computed "
-        "anything; of the others GPU memory was reserved, and nothing was copied. *Predicted* is by "
-        "`seqtile.memory`: the longest sequence, and the peak at the measured length. *tokens/s*, at the measured "
-        "length, are those of all 32 layers if each takes as long as those that ran; *of matmul rate* is the model's "
-        "FLOPs a second, without recomputation, over those of a large square matmul."
+        f"Of {model}. `>`: the search ended before memory was full, by time unless another reason is given. Only the "
+        "layers in *layers run* computed anything; of the others GPU memory was reserved, and nothing was copied. "
+        "*Predicted* is by `seqtile.memory`: the longest sequence, and the peak at the measured length. *tokens/s*, at "
+        "the measured length, are those of the whole model if each layer takes as long as those that ran; *of matmul "
+        "rate* is the model's FLOPs a second, without recomputation, over those of a large square matmul."
     )
-    return f"{table([[title, *LONGEST], *lines])}\n\n{about}"
+    reasons = [f"- {name_of(row['contestant'])}: {reason}." for row in rows if (reason := report.reason_of(row))]
+    return "\n\n".join([table([[title, *LONGEST], *lines]), about, *(["\n".join(reasons)] if reasons else [])])
 
 
 def _picture(file: Path, name: str) -> str:

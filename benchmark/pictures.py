@@ -37,7 +37,7 @@ WORDS = {
     "mlp": "MLP",
     "head_groups": "whole layer, head chunks",
     "layer": "whole layer",
-    "sharing_alone": "prompt computed once",
+    "sharing_alone": "untiled, prompt computed once",
     "sharing": "prompt computed once",
     "lora": "LoRA",
 }
@@ -49,28 +49,31 @@ def name_of(contestant: str) -> str:
     return ", ".join(WORDS.get(part, part) for part in re.findall("|".join([*WORDS, "[^_]+"]), contestant))
 
 
+def timed(rows: list[Row]) -> list[Row]:
+    """Returns what was timed, of the shape with most lengths."""
+    rows = [row for row in rows if "both_ms" in row]
+    shapes = [row["shape"] for row in rows]
+    return [row for row in rows if row["shape"] == max(shapes, key=shapes.count)]
+
+
 def has_picture(rows: list[Row]) -> bool:
     """Returns whether a subject was timed at more than one length."""
-    return len({row["tokens"] for row in rows if "both_ms" in row}) > 1
+    return len({row["tokens"] for row in timed(rows)}) > 1
 
 
 def draw(results: Results, file: Path) -> list[Path]:
     """PNG files beside the result file, of what it has; their paths."""
     drawn = []
     for subject in TITLES:
-        rows = [row for row in results.rows(subject) if "both_ms" in row]
-        if has_picture(rows):
-            drawn.append(_against_length(results, subject, rows, file))
+        if has_picture(rows := results.rows(subject)):
+            drawn.append(_against_length(results, subject, timed(rows), file))
     if rows := [row for row in results.rows("model_step") if row.get("steps")]:
         drawn.append(_longest(results, rows, file))
     return drawn
 
 
 def _against_length(results: Results, subject: str, rows: list[Row], file: Path) -> Path:
-    """Of the shape with most lengths."""
-    shapes = [row["shape"] for row in rows]
-    shape = max(shapes, key=shapes.count)
-    rows = [row for row in rows if row["shape"] == shape]
+    shape = rows[0]["shape"]
     figure, (memory, time) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     contestants = dict.fromkeys(row["contestant"] for row in rows)
     for contestant, (marker, line) in zip(contestants, cycle(STYLES), strict=False):

@@ -144,20 +144,19 @@ def sentence_on_length(directory: Path) -> str:
     steps = {label: row["steps"][-1] for label, row in ran.items()}
     tokens = steps[BEST]["tokens"] if BEST in ran else lengths[BEST]
     host = memory.plan(MODEL, seq_len=tokens, **setups()[BEST]).host_bytes / GIB
-    title, how = "Predicted, not measured", ""
+    title, how = "Predicted, not measured", "."
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
-        title = f"Measured on an {where}, with {number} of {layers} layers running"
+        title = f"Measured on an {where}, with {number} of {layers} layers running and memory reserved for the others"
         minutes = tokens / steps[BEST]["tokens_per_second"] / 60
         how = (
-            f" For the other {layers - number} layers, GPU memory was only reserved "
-            "([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from that, a full step takes "
+            " ([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from what ran, a full step takes "
             f"{minutes:.0f} minutes, mostly for attention, not counting copies to host memory."
         )
     text = f"**{title}: {tokens:,} tokens of Llama-3.1-8B with LoRA fit in {ROOM:g} GiB** (four fifths of an {GPU_GIB} "
-    text += f"GiB GPU) with all options on, plus a calculated {host:.0f} GiB of host memory."
+    text += f"GiB GPU) with all options on, plus a calculated {host:.0f} GiB of host memory"
     default = f"reached {steps[DEFAULT]['tokens']:,}" if DEFAULT in ran else f"should reach {lengths[DEFAULT]:,}"
-    peers = f"Liger, DeepSpeed's tiled MLP and offload together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
+    peers = f"Liger, offload and DeepSpeed's tiled MLP together are predicted to reach {lengths[BEST_OF_PEERS]:,}."
     return f"{text}{how} seqtile without options {default}. {peers}"
 
 
@@ -170,9 +169,10 @@ def sentence_on_checks(found: list[tuple[Results, str, list[Row]]], named: str) 
     """What came of all checks."""
     judged = [row for _, _, rows in found for row in rows if "right" in row]
     wrong = sum(not row["right"] for row in judged)
-    link = "[checks of kernels and steps](docs/benchmarks.md#measured-on-a-gpu)"
+    link = "[checks on the GPU](docs/benchmarks.md#measured-on-a-gpu)"
     verdict = f"**{wrong} of {len(judged)} {link} fail**" if wrong else f"All {len(judged)} {link} pass"
-    return verdict + on(found[0][0].device, named)
+    devices = " and ".join(dict.fromkeys(results.device for results, _, _ in found))
+    return verdict + on(devices, named)
 
 
 def sentence_on_time(directory: Path, named: str) -> str:
@@ -185,4 +185,5 @@ def sentence_on_time(directory: Path, named: str) -> str:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
-    return f"A layer with `layer=True` takes, at {row['tokens'] // 1024}K tokens, {ratios}{on(results.device, named)}"
+    about = f"A layer, all but attention in chunks, takes at {row['tokens'] // 1024}K tokens"
+    return f"{about} {ratios}{on(results.device, named)}"

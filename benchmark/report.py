@@ -161,10 +161,15 @@ def findings(rows: list[Row]) -> list[str]:
     return [*parts, "\n".join(said)] if said else parts
 
 
+def reason_of(row: Row) -> str:
+    """The first line of why something has no figure, as a table can hold it; nothing if it has one."""
+    return row.get("why", "").partition("\n")[0].replace("|", "\\|")
+
+
 def wrong_cells(row: Row) -> list[str]:
     """What is wrong, its error or why there is none, and the error that is allowed."""
     if "error" not in row:
-        return [row["what"], row.get("why", ""), ""]
+        return [row["what"], reason_of(row), ""]
     return [row["what"], f"{float(row['error']):.1e}", f"{float(row['allowed']):.1e}"]
 
 

@@ -98,7 +98,7 @@ def test_what_pages_would_show(results: Results) -> None:
         "**NVIDIA H200, memory limited to 80 GB**, 2026-11-21, commit abc1234; driver 580.1, torch 2.11. A large square"
         in text
     )
-    assert "of forward and backward, from 64K tokens on of one repeat; peak" in text
+    assert "of forward and backward (from 64K tokens on, of a single repeat); peak" in text
     assert "quack" not in text and "(../benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
 
 

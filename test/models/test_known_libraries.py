@@ -321,8 +321,11 @@ def equal_in_chunks(layer: nn.Module, **options: Any) -> bool:
         pairs = zip(whole, results(layer, x, 4, **options), strict=True)
     except (RuntimeError, IndexError, AssertionError):
         return False
-    floor = 1e-6 * max(other.norm() for other in whole)  # the sums of a single number's gradient may cancel
-    return all((mine - other).norm() <= 1e-5 * other.norm() + floor for other, mine in pairs)
+    largest = max(other.norm() for other in whole)
+    # The sum that is a single number's gradient may cancel.
+    return all(
+        (mine - other).norm() <= 1e-5 * (largest if other.numel() == 1 else other.norm()) for other, mine in pairs
+    )
 
 
 def refusal(layer: nn.Module) -> str | None:

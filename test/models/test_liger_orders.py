@@ -290,7 +290,9 @@ def test_trainer_takes_both_back(target: str, device: str, tmp_path: Path) -> No
     train(Truth("llama", device), target, None, [LIGER, LIGER, LIGER], TOOK, tmp_path)
 
 
-@pytest.mark.parametrize(("arch", "target"), [("llama", "classes"), ("llama", "model"), ("mistral", "classes"), ("gemma2", "model")])
+@pytest.mark.parametrize(
+    ("arch", "target"), [("llama", "classes"), ("llama", "model"), ("mistral", "classes"), ("gemma2", "model")]
+)
 def test_trainer_leaves_both(arch: str, target: str, device: str, tmp_path: Path) -> None:
     config = {"swiglu": False, "geglu": False, "fused_linear_cross_entropy": False}
     train(Truth(arch, device), target, config, [SEQTILE, SEQTILE, LIGER], None, tmp_path)

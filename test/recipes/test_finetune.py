@@ -22,7 +22,7 @@ from seqtile import memory
 from seqtile.attention.nodes import Nodes
 from seqtile.cli import app
 from seqtile.integrations.trl import _KNOWN, restore_trl
-from seqtile.recipes import TRL, check_trl
+from seqtile.recipes import TRL, check_trl, dataset
 from seqtile.recipes.memory import planned_setup
 from seqtile.recipes.options import Parser, parsed
 from seqtile.recipes.tuner import Tuner
@@ -200,12 +200,28 @@ def test_rows_that_cannot_be_trained(pretrained: Path, tmp_path: Path) -> None:
     )
     tokenizer.save_pretrained(bare)
     said = refused("--config", options, "--model", bare, "--assistant-only-loss")
-    assert "TRL cannot take these rows (" in said and "no assistant tokens" in said
-    assert "in every row, under --assistant-only-loss with an assistant's answer" in said
+    assert "TRL finds a row without an assistant's tokens; expected an assistant's answer in every row" in said
     chat = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     rows.write_text(json.dumps({"conversations": chat}))
     said = refused("--config", options)
     assert "has the roles human, gpt, which" in said and "expected user for human, assistant for gpt: replace" in said
+    tokenizer.chat_template = CHAT.replace("}}: ", "}}{{ 'human' if false else 'gpt' }}: ")  # which names both
+    tokenizer.save_pretrained(bare)
+    code, said = on_rank("--config", options, "--model", bare)
+    assert code == 0 and "step 1/1" in said, said
+
+
+def test_data_that_is_not_named(pretrained: Path, document: Path, tmp_path: Path, monkeypatch) -> None:
+    """The default, Python's library, here a document; and data sets that a YAML file lists."""
+    monkeypatch.setattr(dataset, "standard_library", lambda: [document])
+    common = ("--model", pretrained, "--seq-len", 50, "--steps", 1, "--output")
+    code, said = on_rank(*common, tmp_path / "default")
+    assert code == 0 and "data: 1 file read" in said, said
+    rows, options = tmp_path / "rows.jsonl", tmp_path / "options.yaml"
+    rows.write_text('{"text": "a text"}\n' * 3)
+    options.write_text(f"datasets: [{{path: json, data_files: {rows}}}]\n")
+    code, said = on_rank("--config", options, *common, tmp_path / "listed")
+    assert code == 0 and "data: 3 rows of text" in said, said
 
 
 @pytest.mark.full("10 s; what is chosen is among the tests of fitting")

@@ -60,30 +60,35 @@ def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tu
             remedy = "pass --test-split-size" if split == test else "pass another --dataset-train-split"
             raise ValueError(f"--data: there is no split {split}, only {', '.join(splits)}; {remedy}")
     rows = splits[name]
-    columns = rows.column_names or []
+    columns, source = rows.column_names or [], names[0] if names else "the data"
     known = ({"messages"}, {"conversations"}, {"input_ids"}, {training.dataset_text_field}, {"prompt", "completion"})
     if columns and not any(each <= set(columns) for each in known):
         expected = "expected messages, prompt with completion, or text"
-        raise ValueError(f"--data: {names[0]} has the columns {', '.join(columns)}, {expected}, which TRL trains")
-    check_chats(next(iter(rows), {}), names[0], asked, tokenizer)
+        raise ValueError(f"--data: {source} has the columns {', '.join(columns)}, {expected}, which TRL trains")
+    check_chats(next(iter(rows), {}), source, asked, tokenizer)
     length = f"{counted(len(rows), 'row')} of " if hasattr(rows, "__len__") else "a stream of "
     return rows, splits[test] if test in wanted else None, said or f"data: {length}{', '.join(columns)}"
 
 
-def check_chats(row: dict[str, Any], name: str, asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if a row is a chat that no template renders: there is none, or it does not know the roles."""
+def check_chats(row: dict[str, Any], source: str, asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if the first row is a chat without a template, or with ShareGPT's roles that the template does
+    not name."""
+    if "input_ids" in row:  # TRL takes these, whatever else is there
+        return
+    template, other = str(tokenizer.chat_template or ""), asked.training.chat_template_path
     columns = [row.get(key) for key in ("messages", "conversations", "prompt", "completion")]
     messages = [each for column in columns if isinstance(column, list) for each in column if isinstance(each, dict)]
-    roles = dict.fromkeys(str(each.get("role", each.get("from"))) for each in messages)
-    if unknown := [role for role in roles if role in SHAREGPT]:
+    roles = dict.fromkeys(str(each.get("role") or each.get("from")) for each in messages)
+    named = [role for role in SHAREGPT if other or f"'{role}'" in template or f'"{role}"' in template]
+    if unknown := [role for role in roles if role in SHAREGPT and role not in named]:
         expected = ", ".join(f"{SHAREGPT[role]} for {role}" for role in unknown)
         raise ValueError(
-            f"--data: {name} has the roles {', '.join(unknown)}, which chat templates leave out or write down as they "
-            f"are; expected {expected}: replace them in the file"
+            f"--data: {source} has the roles {', '.join(unknown)}, which chat templates leave out or write down as "
+            f"they are; expected {expected}: replace them in the file"
         )
-    if messages and not (tokenizer.chat_template or asked.training.chat_template_path):
+    if messages and not (template or other):
         lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"
-        raise ValueError(f"--data: {name} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
+        raise ValueError(f"--data: {source} holds chats, but {lacks}; pass an instruct model or --chat-template-path")
 
 
 def sequences(files: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> tuple[np.ndarray, list[str]]:

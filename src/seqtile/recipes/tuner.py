@@ -62,9 +62,15 @@ class Tuner(SFTTrainer):
     def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._prepare_dataset(*args, **kwargs)
-        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        except RuntimeError as error:
+            if "assistant tokens" not in str(error):
+                raise
+            expected = "expected an assistant's answer in every row, and a chat template with {% generation %}"
+            raise ValueError(
+                f"--assistant-only-loss: TRL finds a row without an assistant's tokens; {expected}"
+            ) from error
+        except (AttributeError, LookupError, TypeError) as error:
             expected = "expected text, messages, or a prompt and a completion in every row"
-            expected += ", under --assistant-only-loss with an assistant's answer"
             raise ValueError(f"--data: TRL cannot take these rows ({in_brief(error)}); {expected}") from error
 
     def _save(self, *args: Any, **kwargs: Any) -> None:

@@ -53,4 +53,28 @@ MUTANTS = (
         FINETUNE,
         select="held_another_model",
     ),
+    Mutant(
+        "finetune: chats with roles that no template names are trained",
+        "check_chats",
+        "if role in SHAREGPT and role not in named",
+        "if False",
+        FINETUNE,
+        select="cannot_be_trained",
+    ),
+    Mutant(
+        "finetune: roles that the template names are refused",
+        "check_chats",
+        "and role not in named",
+        "",
+        FINETUNE,
+        select="cannot_be_trained",
+    ),
+    Mutant(
+        "finetune: rows need a file's name",
+        "dataset_of",
+        'names[0] if names else "the data"',
+        "names[0]",
+        FINETUNE,
+        select="not_named",
+    ),
 )

@@ -78,6 +78,7 @@ def test_the_peak_is_that_of_all_layers(tokens: int, layers: int, offload: tuple
     assert abs(peak(layers, tokens, offload) / whole - 1) < 0.002
 
 
+@pytest.mark.full("10 s", but=("kept", "inputs, one layer"))
 @pytest.mark.parametrize(
     "layers, offload", [(2, KEPT), (2, INPUTS), (1, INPUTS)], ids=["kept", "inputs", "inputs, one layer"]
 )

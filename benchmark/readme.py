@@ -147,7 +147,7 @@ def sentence_on_length(directory: Path) -> str:
     title, how = "Predicted, not measured", "."
     if BEST in ran:
         number, layers = steps[BEST]["layers"], SHAPES[ran[BEST]["shape"]].layers
-        title = f"Measured on an {where}, with {number} of {layers} layers running and memory reserved for the others"
+        title = f"Measured on an {where}, with {number} of {layers} layers built and memory set aside for the others"
         minutes = tokens / steps[BEST]["tokens_per_second"] / 60
         how = (
             " ([how](docs/benchmarks.md#the-longest-sequences)). Extrapolated from what ran, a full step takes "
@@ -179,11 +179,11 @@ def sentence_on_time(directory: Path, named: str) -> str:
     """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    peers = {"time_x_hf": "the time of Hugging Face's", "time_x_liger": "that of Hugging Face's with Liger"}
+    peers = {"time_x_hf": "Hugging Face's time", "time_x_liger": "its time with Liger's kernels"}
     timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
     if not timed:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
     ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
-    about = f"A layer, all but attention in chunks, takes at {row['tokens'] // 1024}K tokens"
+    about = f"At {row['tokens'] // 1024}K tokens a layer with everything but attention in chunks takes"
     return f"{about} {ratios}{on(results.device, named)}"

@@ -130,8 +130,8 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
     said = " ".join(readme.paragraph(tmp_path).split())
-    ratios = "0.79 x the time of Hugging Face's and 0.95 x that of Hugging Face's with Liger"
-    assert f"A layer, all but attention in chunks, takes at 4K tokens {ratios} (MADE UP GPU)." in said
+    ratios = "0.79 x Hugging Face's time and 0.95 x its time with Liger's kernels"
+    assert f"At 4K tokens a layer with everything but attention in chunks takes {ratios} (MADE UP GPU)." in said
     predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}
     core = 1e3 * 9 * 4096**2 * 4096 / 800e12
@@ -157,7 +157,7 @@ def test_measured_lengths(tmp_path: Path) -> None:
     said = " ".join(readme.caption(results).split())
     assert "stays free; stars: measured on an MADE UP GPU, 2000-01-01. Grey" in said
     said = " ".join(readme.paragraph(results).split())
-    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01, with 2 of 32 layers running and memory reserved")
+    assert said.startswith("**Measured on an MADE UP GPU, 2000-01-01, with 2 of 32 layers built and memory set aside")
     assert " for the others: 819,200 tokens of" in said and "Extrapolated from what ran" in said
     every = [longest_row(label, tokens) for label, tokens in readme.longest().items() if label in readme.MEASURED_BY]
     made_up(results, "long", "quick", model_step=every)

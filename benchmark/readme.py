@@ -179,11 +179,13 @@ def sentence_on_time(directory: Path, named: str) -> str:
     """The time of a layer that is tiled as a whole, over each peer's, at the longest sequence that has one."""
     results = newest_of("decoder_layer", directory)
     rows = [row for row in results.rows("decoder_layer") if row["contestant"] == "seqtile_layer"] if results else []
-    peers = {"time_x_hf": "Hugging Face's time", "time_x_liger": "its time with Liger's kernels"}
+    peers = {"time_x_hf": "", "time_x_liger": " with Liger's kernels"}
     timed = [row for row in rows if row["shape"] == "llama3_8b" and peers.keys() & row.keys()]
     if not timed:
         return ""
     row = max(timed, key=lambda row: row["tokens"])
-    ratios = " and ".join(f"{row[key]:.2f} x {peer}" for key, peer in peers.items() if key in row)
+    ratios = " and ".join(
+        f"{row[key]:.2f} of the time that Hugging Face's takes{peer}" for key, peer in peers.items() if key in row
+    )
     about = f"At {row['tokens'] // 1024}K tokens a layer with everything but attention in chunks takes"
     return f"{about} {ratios}{on(results.device, named)}"

@@ -130,7 +130,8 @@ def test_measured_times_stand_beside_predicted_ones(tmp_path: Path) -> None:
     layers = [timed("liger", 20.0), timed("seqtile_layer", 19.0), timed("huggingface", 24.0)]
     file = made_up(tmp_path, "fast", "first", decoder_layer=layers)
     said = " ".join(readme.paragraph(tmp_path).split())
-    ratios = "0.79 x Hugging Face's time and 0.95 x its time with Liger's kernels"
+    theirs = "of the time that Hugging Face's takes"
+    ratios = f"0.79 {theirs} and 0.95 {theirs} with Liger's kernels"
     assert f"At 4K tokens a layer with everything but attention in chunks takes {ratios} (MADE UP GPU)." in said
     predicted_times.add_to_files(tmp_path)
     found = {row["contestant"]: row.get("predicted_ms") for row in load(file).rows("decoder_layer")}

@@ -187,5 +187,5 @@ def sentence_on_time(directory: Path, named: str) -> str:
     ratios = " and ".join(
         f"{row[key]:.2f} of the time that Hugging Face's takes{peer}" for key, peer in peers.items() if key in row
     )
-    about = f"At {row['tokens'] // 1024}K tokens a layer with everything but attention in chunks takes"
+    about = f"At {row['tokens'] // 1024}K tokens a layer in chunks takes"
     return f"{about} {ratios}{on(results.device, named)}"

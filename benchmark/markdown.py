@@ -4,9 +4,10 @@ import textwrap
 
 
 def fill(text: str, indent: str = "") -> str:
-    """Returns a paragraph in lines of at most 130 characters, all but the first indented; a link with hyphens stays
-    whole."""
-    return textwrap.fill(text, 130, subsequent_indent=indent, break_on_hyphens=False)
+    """Returns a paragraph in lines of at most 130 characters, all but the first indented. A link with hyphens stays
+    whole, and a per cent sign behind its number: at the beginning of a line it would make that a comment."""
+    filled = textwrap.fill(text.replace(" %", "\0%"), 130, subsequent_indent=indent, break_on_hyphens=False)
+    return filled.replace("\0%", " %")
 
 
 def rewritten(text: str, name: str, block: str) -> str:

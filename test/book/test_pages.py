@@ -160,6 +160,12 @@ def parsed_evaluation(options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_line_is_shown(page: Path) -> None:
+    """The site leaves out lines that begin with %."""
+    assert not re.findall(r"^\s*%.*", page.read_text(), re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links(page: Path) -> None:
     text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.M | re.S)
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):

@@ -204,7 +204,10 @@ def test_rows_that_cannot_be_trained(pretrained: Path, tmp_path: Path) -> None:
     chat = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     rows.write_text(json.dumps({"conversations": chat}))
     said = refused("--config", options)
-    assert "has the roles human, gpt, which" in said and "expected user for human, assistant for gpt: replace" in said
+    assert (
+        "has the roles human, gpt, which the chat" in said
+        and "expected user for human, assistant for gpt: replace" in said
+    )
     tokenizer.chat_template = CHAT.replace("}}: ", "}}{{ 'human' if false else 'gpt' }}: ")  # which names both
     tokenizer.save_pretrained(bare)
     code, said = on_rank("--config", options, "--model", bare)
@@ -216,7 +219,7 @@ def test_data_that_is_not_named(pretrained: Path, document: Path, tmp_path: Path
     monkeypatch.setattr(dataset, "standard_library", lambda: [document])
     common = ("--model", pretrained, "--seq-len", 50, "--steps", 1, "--output")
     code, said = on_rank(*common, tmp_path / "default")
-    assert code == 0 and "data: 1 file read" in said, said
+    assert code == 0 and "without --data it trains on Python's standard library\ndata: 1 file read" in said, said
     rows, options = tmp_path / "rows.jsonl", tmp_path / "options.yaml"
     rows.write_text('{"text": "a text"}\n' * 3)
     options.write_text(f"datasets: [{{path: json, data_files: {rows}}}]\n")

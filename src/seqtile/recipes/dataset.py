@@ -44,7 +44,9 @@ def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tu
         if len(tables) < len(files) and not set(tables) & set(paths):
             cut, lines = sequences(files, tokenizer, training.max_length)
             rows = Dataset.from_dict({"input_ids": list(cut), "labels": list(cut)})
-            said = "\n".join(lines)
+            said = "\n".join(
+                lines if names else ["note: without --data it trains on Python's standard library", *lines]
+            )
         elif len(tables) < len(files) or len(kinds) > 1:
             raise ValueError(f"--data: expected files of one kind, got {', '.join(sorted(map(str, paths)))}")
         else:
@@ -83,8 +85,8 @@ def check_chats(row: dict[str, Any], source: str, asked: FinetuneOptions, tokeni
     if unknown := [role for role in roles if role in SHAREGPT and role not in named]:
         expected = ", ".join(f"{SHAREGPT[role]} for {role}" for role in unknown)
         raise ValueError(
-            f"--data: {source} has the roles {', '.join(unknown)}, which chat templates leave out or write down as "
-            f"they are; expected {expected}: replace them in the file"
+            f"--data: {source} has the roles {', '.join(unknown)}, which the chat template does not name; expected "
+            f"{expected}: replace them in the file"
         )
     if messages and not (template or other):
         lacks = f"the tokenizer of {asked.model.model_name_or_path} has no chat template"

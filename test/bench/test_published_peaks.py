@@ -35,6 +35,7 @@ def test_the_margin_is_the_worst_miss() -> None:
     assert PlanOptions.gpu_memory_gib == GPU_GIB and PlanOptions("").setup()["gpu_memory_gib"] == ROOM
 
 
+@pytest.mark.full("5 s; test_pages compares the whole block with what make table writes")
 def test_the_commands_give_the_tables_figures() -> None:
     """The page's commands, in the order of its rows, give the table's figures."""
     page = (ROOT / "docs" / "predictions.md").read_text()

@@ -78,6 +78,7 @@ def test_chats(output: str) -> None:
     assert AutoTokenizer.from_pretrained(f"{output}/model").chat_template == TEMPLATE
 
 
+@pytest.mark.full("4 s; test/recipes/test_resume.py ends runs, too")
 def test_a_book_and_after_a_kill() -> None:
     book, resumed = options_of("runs/book"), options_of("runs/book", "--resume", without="")
     assert resumed == [*book, "--resume"]

@@ -139,6 +139,7 @@ def test_qlora(model: str) -> None:
     assert_merged(model, "runs/qlora")
 
 
+@pytest.mark.full("8 s; test/integrations/test_trl.py packs, too")
 def test_packing(model: str) -> None:
     """The loss of the packed row is that of its documents, each by itself; adapters and merged model are saved."""
     # With these texts the loss differs by 0.08 if documents see each other; of others it may by chance not differ.

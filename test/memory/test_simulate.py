@@ -67,6 +67,7 @@ def said(config: Path, *options: str) -> str:
     return result.stdout
 
 
+@pytest.mark.full("12 s; test_fitting simulates types, too")
 def test_the_command(tmp_path: Path) -> None:
     CONFIG_MAPPING["olmo3"](**SIZES | {"layer_types": None}).save_pretrained(tmp_path)
     found = json.loads(said(tmp_path, "--json"))

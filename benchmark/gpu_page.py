@@ -57,10 +57,12 @@ def checks(directory: Path) -> list[str]:
         return []
     counts, wrong = [], []
     for results, part, rows in found:
-        judged, skipped = [row["right"] for row in rows if "right" in row], sum("skipped" in row for row in rows)
-        right = f"{sum(judged)} of {len(judged)}" + (f", {skipped} skipped" if skipped else "")
+        number = sum("skipped" in row for row in rows)
+        skipped = f", {number} skipped" if number else ""
         about = [results.device, results.date, str(results.subjects[part].commit)]
-        counts.append([part + ", without seqtile" * (part in OTHERS), right, ", ".join(about)])
+        counts.append(
+            [part + ", without seqtile" * (part in OTHERS), report.right_of_all(rows) + skipped, ", ".join(about)]
+        )
         in_table = tuple(f"{row['what']}, " for row in rows if is_attention(row))
         wrong += [[part, *report.wrong_cells(row)] for row in rows if is_wrong(row, except_of=in_table)]
     parts = [table([["checks", "right", "on, date, commit"], *counts], words=3)]
@@ -119,10 +121,10 @@ def few_steps(rows: list[Row]) -> list[str]:
     lines = [[f"loss, step {i + 1}", *(f"{each[i]:.4g}" for each in losses)] for i in steps]
     if "truth" in by_name:
         truth = [float(loss) for loss in by_name["truth"].get("losses", [])]
-        lines += [far_row(i + 1, [abs(each[i] / truth[i] - 1) for each in losses]) for i in range(len(truth))]
+        lines += [distances_of(i + 1, [abs(each[i] / truth[i] - 1) for each in losses]) for i in range(len(truth))]
     for i in steps:  # as older results have it
         if (row := by_name.get(f"loss of step {i + 1}, from the truth")) and columns[0] in row:
-            lines.append(far_row(i + 1, [float(row[name]) for name in columns]))
+            lines.append(distances_of(i + 1, [float(row[name]) for name in columns]))
     lines += [*worst_gradient(rows), ["s, last step", *(f"{run['seconds']:.3f}" for run in runs)]]
     lines += [["peak, GiB", *(f"{run['peak_bytes'] / GIB:.2f}" for run in runs)]]
     if "plan" in by_name:
@@ -135,7 +137,8 @@ def few_steps(rows: list[Row]) -> list[str]:
     return [title, table([["", *columns], *lines])]
 
 
-def far_row(step: int, distances: list[float]) -> list[str]:
+def distances_of(step: int, distances: list[float]) -> list[str]:
+    """A row of the table: how far each run's loss is from the float32 run's, relative."""
     return [f"loss of step {step}, distance from float32's", *(f"{distance:.1%}" for distance in distances)]
 
 
@@ -143,14 +146,8 @@ def worst_gradient(rows: list[Row]) -> list[list[str]]:
     """The gradient of the first step that is nearest to what is allowed: twice the untiled model's distance from
     float32's."""
     found = [row for row in rows if row["what"].startswith("gradients of ") and "error" in row]
-    return [
-        [
-            "gradient of step 1 nearest to its limit, distance from float32's",
-            *(f"{100 * error:.1f}%" for error in (theirs, ours)),
-        ]
-        for row in found
-        for theirs, ours in [(row["allowed"] / 2, float(row["error"]))]
-    ]
+    title = "gradient of step 1 nearest to its limit, distance from float32's"
+    return [[title, *(f"{error:.1%}" for error in (row["allowed"] / 2, float(row["error"])))] for row in found]
 
 
 def comparisons(results: Results, file: Path) -> list[str]:
@@ -160,7 +157,7 @@ def comparisons(results: Results, file: Path) -> list[str]:
         rows = [row for row in results.rows(subject) if row.get("shape") == SHAPE]
         late = sorted({row["tokens"] for row in rows if row["status"] == "no time left"})
         if rows := list(filter(is_shown, rows)):
-            parts += [by_length(title, rows, time_and_peak), *ratios(rows, has_floor=subject != "shared_tokens")]
+            parts += [by_length(title, rows, time_and_peak), *ratios(rows, to_matmuls=subject != "shared_tokens")]
             parts += [f"No time was left for {', '.join(f'{n // 1024}K' for n in late)} tokens."] if late else []
             parts += [f"![{title}]({_picture(file, subject)})"] if has_picture(rows) else []
     if rows := results.rows("model_step"):
@@ -225,11 +222,11 @@ def over_prediction(row: Row) -> Row:
     return {"time_x_predicted": row["both_ms"] / row["predicted_ms"]} if "predicted_ms" in row else {}
 
 
-def ratios(rows: list[Row], has_floor: bool) -> list[str]:
-    """A table of seqtile's times over other times, if there are any. `has_floor`: the rows' FLOPs are what each
-    contestant computes."""
-    others = {"Liger's": "time_x_liger", "predicted": "time_x_predicted"}
-    others = {"Liger's": "time_x_liger", "that of its matmuls": "time_x_floor"} | others if has_floor else others
+def ratios(rows: list[Row], to_matmuls: bool) -> list[str]:
+    """A table of seqtile's times over other times, if there are any. `to_matmuls`: also over that of the matmuls, if
+    all contestants compute the same ones."""
+    others = {"Liger's": "time_x_liger"} | ({"that of its matmuls": "time_x_floor"} if to_matmuls else {})
+    others |= {"predicted": "time_x_predicted"}
     ours = [row for row in rows if row["contestant"].startswith("seqtile") and "both_ms" in row]
     ours = [row | over_prediction(row) for row in ours]
     shown = {name: key for name, key in others.items() if any(key in row for row in ours)}

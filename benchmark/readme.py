@@ -160,8 +160,8 @@ def sentence_on_length(directory: Path) -> str:
     return f"{text}{how} seqtile without options {default}. {peers}"
 
 
-def on(device: str, named: str) -> str:
-    """Returns the end of a sentence, which names a GPU that has not been named."""
+def ending(device: str, named: str) -> str:
+    """Returns the end of a sentence on a GPU: its name, unless that is the one that was named before."""
     return "." if device == named else f" ({device})."
 
 
@@ -172,7 +172,7 @@ def sentence_on_checks(found: list[tuple[Results, str, list[Row]]], named: str) 
     link = "[checks on the GPU](docs/benchmarks.md#measured-on-a-gpu)"
     verdict = f"**{wrong} of {len(judged)} {link} fail**" if wrong else f"All {len(judged)} {link} pass"
     devices = " and ".join(dict.fromkeys(results.device for results, _, _ in found))
-    return verdict + on(devices, named)
+    return verdict + ending(devices, named)
 
 
 def sentence_on_time(directory: Path, named: str) -> str:
@@ -188,4 +188,4 @@ def sentence_on_time(directory: Path, named: str) -> str:
         f"{row[key]:.2f} of the time that Hugging Face's takes{peer}" for key, peer in peers.items() if key in row
     )
     about = f"At {row['tokens'] // 1024}K tokens a layer in chunks takes"
-    return f"{about} {ratios}{on(results.device, named)}"
+    return f"{about} {ratios}{ending(results.device, named)}"

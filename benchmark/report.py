@@ -147,9 +147,10 @@ def sent(row: Row, part: str) -> str:
     return ", ".join(f"{calls} {name} {size / MIB:.3f} MiB" for name, (calls, size) in sorted(collectives.items()))
 
 
-def count_of_right(rows: list[Row]) -> str:
+def right_of_all(rows: list[Row]) -> str:
+    """How many checks are right, of how many."""
     judged = [row["right"] for row in rows if "right" in row]
-    return f"{sum(judged)} of {len(judged)} checks are right"
+    return f"{sum(judged)} of {len(judged)}"
 
 
 def findings(rows: list[Row]) -> list[str]:
@@ -199,7 +200,11 @@ def print_tables(results: Results) -> None:
         rows = results.rows(name)
         print(f"\n{name}: {results.device}, {results.date}, {results.size}, commit {subject.commit}")
         if any("what" in row for row in rows):
-            print("\n".join([count_of_right(rows)] * any("right" in row for row in rows) + findings(rows)))
+            print(
+                "\n".join(
+                    [f"{right_of_all(rows)} checks are right"] * any("right" in row for row in rows) + findings(rows)
+                )
+            )
             continue
         print({"model_step": longest_sequences, "ulysses": ulysses}.get(name, comparison)(rows))
         rates = figure(subject.matmul_tflops, ",.1f"), figure(subject.copy_gbs, ",.0f")

@@ -102,6 +102,15 @@ def test_what_pages_would_show(results: Results) -> None:
     assert "quack" not in text and "(../benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
 
 
+def test_a_layer_over_liger(results: Results) -> None:
+    """Ratios by length; none where Liger has no figure."""
+    results.subjects["decoder_layer"] = results.subjects.pop("gated_mlp")
+    results.subjects["decoder_layer"].rows[5] = entry("liger", 64 * K, "out of memory", why="")
+    lines = lines_of(results)
+    at = lines.index("| seqtile's time as a multiple of: Liger's, that of its matmuls | 8K | 64K |")
+    assert lines[at + 2 : at + 4] == ["| seqtile | 0.80, 2.00 | -, 1.25 |", ""]
+
+
 def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     """Shows a process that measured nothing, not even its ceilings; a wrong contestant's error; no ulysses on one
     GPU."""

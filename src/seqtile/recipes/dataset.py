@@ -44,9 +44,8 @@ def dataset_of(asked: FinetuneOptions, tokenizer: PreTrainedTokenizerBase) -> tu
         if len(tables) < len(files) and not set(tables) & set(paths):
             cut, lines = sequences(files, tokenizer, training.max_length)
             rows = Dataset.from_dict({"input_ids": list(cut), "labels": list(cut)})
-            said = "\n".join(
-                lines if names else ["note: without --data it trains on Python's standard library", *lines]
-            )
+            note = [] if names else ["note: without --data it trains on Python's standard library"]
+            said = "\n".join([*note, *lines])
         elif len(tables) < len(files) or len(kinds) > 1:
             raise ValueError(f"--data: expected files of one kind, got {', '.join(sorted(map(str, paths)))}")
         else:
